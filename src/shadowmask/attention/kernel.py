@@ -1,0 +1,167 @@
+"""Masked attention with grouped KV heads: the one place where scores become outputs.
+
+Layouts follow Hugging Face: query ``(batch, heads, query, head_dim)``, key and value
+``(batch, kv_heads, key, head_dim)``; query head ``h`` uses KV head ``h // queries_per_kv``. Masks are
+per KV head, ``(batch, kv_heads or 1, query, key)``, True = attended.
+
+No row of a mask may be empty. By construction none is: a query always sees its own key, because
+``evicted_at[k] > k`` (validated by ``ShadowMask``) and a sliding window is at least 1 wide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+QUERY_CHUNK = 256  # rows of a mask that exist at one time
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a layer turns a query-key product into a logit; the same in sampler and learner."""
+
+    scaling: float
+    softcap: float | None = None
+    sliding_window: int | None = None
+
+    def logits(self, products: Float[Tensor, ...]) -> Float[Tensor, ...]:
+        logits = products * self.scaling
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def masked_attention(
+    query: Float[Tensor, "batch heads query head_dim"],
+    key: Float[Tensor, "batch kv_heads key head_dim"],
+    value: Float[Tensor, "batch kv_heads key value_dim"],
+    visible: Bool[Tensor, "#batch #kv_heads query key"] | None,
+    scoring: Scoring,
+) -> Float[Tensor, "batch heads query value_dim"]:
+    """Attention of each query over its visible keys. ``visible=None`` means all keys.
+
+    Keys and values are never repeated per query head: the heads of one KV head become SDPA's head
+    axis over keys expanded with stride 0.
+    """
+    batch, heads, rows, _ = query.shape
+    kv_heads = key.shape[1]
+    if scoring.softcap is not None:
+        return _softcapped_attention(query, key, value, visible, scoring)
+    grouped = query.reshape(batch * kv_heads, heads // kv_heads, rows, -1)
+    keys, values = (
+        x.reshape(batch * kv_heads, 1, x.shape[2], x.shape[3]).expand(-1, heads // kv_heads, -1, -1)
+        for x in (key, value)
+    )
+    mask = None
+    if visible is not None:
+        mask = visible.expand(batch, kv_heads, -1, -1).reshape(batch * kv_heads, 1, rows, -1)
+    out = F.scaled_dot_product_attention(
+        grouped, keys, values, attn_mask=mask, scale=scoring.scaling
+    )
+    return out.reshape(batch, heads, rows, -1)
+
+
+def _softcapped_attention(
+    query: Float[Tensor, "batch heads query head_dim"],
+    key: Float[Tensor, "batch kv_heads key head_dim"],
+    value: Float[Tensor, "batch kv_heads key value_dim"],
+    visible: Bool[Tensor, "#batch #kv_heads query key"] | None,
+    scoring: Scoring,
+) -> Float[Tensor, "batch heads query value_dim"]:
+    """Same with a tanh between product and softmax (Gemma2), which SDPA cannot express."""
+    grouped = query.unflatten(1, (key.shape[1], -1))
+    logits = scoring.logits(grouped @ key.transpose(-1, -2)[:, :, None])
+    if visible is not None:
+        logits = logits.masked_fill(~visible[:, :, None], torch.finfo(logits.dtype).min)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    weights = logits.softmax(dim=-1, dtype=wide).to(value.dtype)
+    return (weights @ value[:, :, None]).flatten(1, 2)
+
+
+def chunked_attention(
+    query: Float[Tensor, "batch heads query head_dim"],
+    key: Float[Tensor, "batch kv_heads key head_dim"],
+    value: Float[Tensor, "batch kv_heads key value_dim"],
+    visible: Callable[[int, int], Bool[Tensor, "#batch #kv_heads rows key"]],
+    scoring: Scoring,
+) -> Float[Tensor, "batch heads query value_dim"]:
+    """``masked_attention`` with the mask made for ``QUERY_CHUNK`` queries at a time.
+
+    Args:
+        visible: called with a range of query rows, returns their mask.
+    """
+    rows = query.shape[2]
+    chunks = [
+        masked_attention(
+            query[:, :, start : min(start + QUERY_CHUNK, rows)],
+            key,
+            value,
+            visible(start, min(start + QUERY_CHUNK, rows)),
+            scoring,
+        )
+        for start in range(0, rows, QUERY_CHUNK)
+    ]
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=2)
+
+
+def causal_attention(
+    query: Float[Tensor, "batch heads tokens head_dim"],
+    key: Float[Tensor, "batch kv_heads tokens head_dim"],
+    value: Float[Tensor, "batch kv_heads tokens value_dim"],
+    scoring: Scoring,
+) -> Float[Tensor, "batch heads tokens value_dim"]:
+    """Dense causal attention of a prompt over itself, inside the layer's own sliding window."""
+    tokens = query.shape[2]
+    window = scoring.sliding_window
+    if scoring.softcap is None and (window is None or window >= tokens):
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scoring.scaling, enable_gqa=True
+        )
+    chunks = []
+    for start in range(0, tokens, QUERY_CHUNK):
+        stop = min(start + QUERY_CHUNK, tokens)
+        first = 0 if window is None else max(start - window + 1, 0)
+        rows = torch.arange(start, stop, device=query.device)[:, None]
+        columns = torch.arange(first, stop, device=query.device)
+        visible = columns <= rows
+        if window is not None:
+            visible = visible & (columns > rows - window)
+        chunks.append(
+            masked_attention(
+                query[:, :, start:stop],
+                key[:, :, first:stop],
+                value[:, :, first:stop],
+                visible[None, None],
+                scoring,
+            )
+        )
+    return torch.cat(chunks, dim=2)
+
+
+def received_attention(
+    query: Float[Tensor, "batch heads tokens head_dim"],
+    key: Float[Tensor, "batch kv_heads tokens head_dim"],
+    scoring: Scoring,
+) -> Float[Tensor, "batch kv_heads tokens"]:
+    """Attention each key receives from all queries of a causal prompt, summed over queries and heads.
+
+    Column sums of the softmax, taken over blocks of queries so that no tokens x tokens tensor exists.
+    """
+    batch, kv_heads, tokens, _ = key.shape
+    wide = torch.promote_types(key.dtype, torch.float32)
+    total = torch.zeros(batch, kv_heads, tokens, dtype=wide, device=key.device)
+    for start in range(0, tokens, QUERY_CHUNK):
+        stop = min(start + QUERY_CHUNK, tokens)
+        grouped = query[:, :, start:stop].unflatten(1, (kv_heads, -1))
+        logits = scoring.logits(grouped @ key[:, :, None, :stop].transpose(-1, -2)).to(wide)
+        rows = torch.arange(start, stop, device=key.device)[:, None]
+        columns = torch.arange(stop, device=key.device)
+        visible = columns <= rows
+        if scoring.sliding_window is not None:
+            visible = visible & (columns > rows - scoring.sliding_window)
+        weights = logits.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+        total[..., :stop] += weights.sum(dim=(2, 3))
+    return total

@@ -1,0 +1,97 @@
+"""Attention sessions of the sampler: prefill one prompt, decode one token per row."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from shadowmask.attention.kernel import (
+    Scoring,
+    causal_attention,
+    masked_attention,
+    received_attention,
+)
+from shadowmask.cache import LayerSlots, SlotCache
+
+
+class PrefillSession:
+    """Dense causal attention over one prompt; each layer is evicted as soon as it has attended."""
+
+    def __init__(self, cache: SlotCache, rows: slice) -> None:
+        """``rows``: the rows of the cache that this prompt's group will decode in."""
+        self.cache = cache
+        self.rows = rows
+        self.layers_served: set[int] = set()
+
+    def attend(
+        self,
+        layer: int,
+        query: Float[Tensor, "1 heads prompt head_dim"],
+        key: Float[Tensor, "1 kv_heads prompt head_dim"],
+        value: Float[Tensor, "1 kv_heads prompt value_dim"],
+        scoring: Scoring,
+    ) -> Float[Tensor, "1 heads prompt value_dim"]:
+        self.layers_served.add(layer)
+        out = causal_attention(query, key, value, scoring)
+        received = None
+        if self.cache.plan.accumulates_attention:
+            received = received_attention(query, key, scoring)
+        self.cache.prefill(layer, self.rows, query, key, value, received, scoring)
+        return out
+
+
+class DecodeSession:
+    """One new token per row attends to the slots of its row."""
+
+    def __init__(self, cache: SlotCache, positions: Int[Tensor, " rows"]) -> None:
+        """``positions``: absolute position of each row's new token."""
+        self.cache = cache
+        self.positions = positions
+        self.layers_served: set[int] = set()
+
+    def attend(
+        self,
+        layer: int,
+        query: Float[Tensor, "rows heads 1 head_dim"],
+        key: Float[Tensor, "rows kv_heads 1 head_dim"],
+        value: Float[Tensor, "rows kv_heads 1 value_dim"],
+        scoring: Scoring,
+    ) -> Float[Tensor, "rows heads 1 value_dim"]:
+        self.layers_served.add(layer)
+        slots = self.cache.layers[layer]
+        slots.append(query, key, value, self.positions)
+        visible = slots.positions >= 0
+        if scoring.sliding_window is not None:
+            visible = visible & (
+                slots.positions > (self.positions - scoring.sliding_window)[:, None, None]
+            )
+        if slots.attention_received is not None:
+            return _attend_and_accumulate(query, slots, visible, scoring)
+        # the query heads of one KV head become rows of one product: no key is repeated
+        rows, heads = query.shape[:2]
+        kv_heads = slots.keys.shape[1]
+        grouped = query.reshape(rows, kv_heads, heads // kv_heads, -1)
+        mask = visible[:, :, None, :].expand(-1, -1, heads // kv_heads, -1)
+        out = masked_attention(grouped, slots.keys, slots.values, mask, scoring)
+        return out.reshape(rows, heads, 1, -1)
+
+
+def _attend_and_accumulate(
+    query: Float[Tensor, "rows heads 1 head_dim"],
+    slots: LayerSlots,
+    visible: Tensor,
+    scoring: Scoring,
+) -> Float[Tensor, "rows heads 1 value_dim"]:
+    """Attention with its weights at hand, which are added to what each slot has received."""
+    assert slots.attention_received is not None
+    rows, heads = query.shape[:2]
+    kv_heads = slots.keys.shape[1]
+    grouped = query.reshape(rows, kv_heads, heads // kv_heads, -1)
+    logits = scoring.logits(grouped @ slots.keys.transpose(-1, -2))
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    logits = logits.to(wide).masked_fill(~visible[:, :, None, :], -torch.inf)
+    weights = logits.softmax(dim=-1)
+    slots.attention_received += weights.sum(dim=2)
+    out = weights.to(slots.values.dtype) @ slots.values
+    return out.reshape(rows, heads, 1, -1)

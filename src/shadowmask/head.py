@@ -1,0 +1,191 @@
+"""From hidden states to log-probabilities, entropy and KL, a tile of logits at a time.
+
+    logp = log softmax(logits / temperature),   H = -sum p logp,   KL = sum q (log q - logp)
+
+``q`` is the teacher (dense track), ``p`` the student (shadow track). The logits of a tile of rows are
+made, reduced and dropped; the backward pass makes them again. One student tile serves all three
+quantities. Memory is bounded by the tile, whatever the number of tokens.
+
+Gradients with respect to the logits z / temperature:
+    d logp_y = onehot(y) - p,    dH = -p (logp + H),    dKL = p - q
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from shadowmask.models import OutputHead, wide_dtype
+
+TILE_ELEMENTS = 2**23  # logits that exist at one time per track: 32 MB in float32
+
+
+class TokenStats(NamedTuple):
+    """Per scored token, in nats. ``kl`` and ``teacher_logprobs`` are ``None`` without a teacher."""
+
+    logprobs: Float[Tensor, " targets"]
+    entropy: Float[Tensor, " targets"]
+    kl: Float[Tensor, " targets"] | None
+    teacher_logprobs: Float[Tensor, " targets"] | None
+
+
+def head_logits(
+    hidden: Float[Tensor, "rows hidden"], head: OutputHead, temperature: float
+) -> Float[Tensor, "rows vocab"]:
+    """Logits of the distribution that is sampled from, in float32 or wider."""
+    logits = torch.nn.functional.linear(
+        hidden.to(_compute_dtype(hidden, head)), head.weight, head.bias
+    )
+    logits = logits.to(wide_dtype(logits.dtype)) * head.scale
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    return logits / temperature
+
+
+def token_stats(
+    hidden: Float[Tensor, "targets hidden"],
+    targets: Int[Tensor, " targets"],
+    head: OutputHead,
+    temperature: float = 1.0,
+    teacher_hidden: Float[Tensor, "targets hidden"] | None = None,
+) -> TokenStats:
+    """Log-probability of each target, entropy, and forward KL(teacher || student) if a teacher is given.
+
+    The teacher side gets no gradient: neither its hidden states nor the head as it projects them.
+    """
+    outputs = _TiledHead.apply(
+        hidden,
+        head.weight,
+        head.bias,
+        targets,
+        None if teacher_hidden is None else teacher_hidden.detach(),
+        head,
+        temperature,
+    )
+    return TokenStats(*outputs)
+
+
+def _compute_dtype(hidden: Tensor, head: OutputHead) -> torch.dtype:
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return head.weight.dtype
+
+
+class _TiledHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        teacher_hidden: Tensor | None,
+        head: OutputHead,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        dtype = _compute_dtype(hidden, head)
+        ctx.settings = (dtype, head.scale, head.softcap, temperature, hidden.dtype)
+        ctx.save_for_backward(hidden, weight, bias, targets, teacher_hidden)
+        wide = wide_dtype(dtype)
+        rows = hidden.shape[0]
+        logprobs, entropy = (hidden.new_empty(rows, dtype=wide) for _ in range(2))
+        kl = teacher_logprobs = None
+        if teacher_hidden is not None:
+            kl, teacher_logprobs = (hidden.new_empty(rows, dtype=wide) for _ in range(2))
+        project = _Projection(weight, bias, dtype, head.scale, head.softcap, temperature)
+        for tile in _tiles(rows, weight.shape[0]):
+            logp = project(hidden[tile])[0].log_softmax(dim=-1)
+            column = targets[tile, None]
+            logprobs[tile] = logp.gather(-1, column)[:, 0]
+            entropy[tile] = -(logp.exp() * logp).sum(dim=-1)
+            if teacher_hidden is not None and kl is not None and teacher_logprobs is not None:
+                teacher = project(teacher_hidden[tile])[0].log_softmax(dim=-1)
+                teacher_logprobs[tile] = teacher.gather(-1, column)[:, 0]
+                kl[tile] = (teacher.exp() * (teacher - logp)).sum(dim=-1)
+        if teacher_logprobs is not None:
+            ctx.mark_non_differentiable(teacher_logprobs)
+        return logprobs, entropy, kl, teacher_logprobs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_logprobs, grad_entropy, grad_kl = grads[:3]
+        hidden, weight, bias, targets, teacher_hidden = ctx.saved_tensors
+        dtype, scale, softcap, temperature, hidden_dtype = ctx.settings
+        project = _Projection(weight, bias, dtype, scale, softcap, temperature)
+        wide = wide_dtype(dtype)
+        needs_weight, needs_bias = (
+            ctx.needs_input_grad[1],
+            bias is not None and ctx.needs_input_grad[2],
+        )
+        grad_hidden = torch.zeros(hidden.shape, dtype=wide, device=hidden.device)
+        grad_weight = (
+            torch.zeros(weight.shape, dtype=wide, device=weight.device) if needs_weight else None
+        )
+        grad_bias = torch.zeros(bias.shape, dtype=wide, device=bias.device) if needs_bias else None
+        matrix = weight.to(dtype)
+        for tile in _tiles(hidden.shape[0], weight.shape[0]):
+            logits, derivative = project(hidden[tile])
+            logp = logits.log_softmax(dim=-1)
+            p = logp.exp()
+            grad = torch.zeros_like(p)
+            if grad_logprobs is not None:
+                g = grad_logprobs[tile, None]
+                grad -= g * p
+                grad.scatter_add_(-1, targets[tile, None], g)
+            if grad_entropy is not None:
+                entropy = -(p * logp).sum(dim=-1, keepdim=True)
+                grad -= grad_entropy[tile, None] * p * (logp + entropy)
+            if grad_kl is not None and teacher_hidden is not None:
+                q = project(teacher_hidden[tile])[0].softmax(dim=-1)
+                grad += grad_kl[tile, None] * (p - q)
+            grad = (grad * derivative).to(dtype)
+            grad_hidden[tile] = grad @ matrix
+            if grad_weight is not None:
+                grad_weight += grad.T @ hidden[tile].to(dtype)
+            if grad_bias is not None:
+                grad_bias += grad.sum(dim=0)
+        return (
+            grad_hidden.to(hidden_dtype),
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+class _Projection:
+    """``head_logits`` with the derivative of what comes after the matrix product."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        scale: float,
+        softcap: float | None,
+        temperature: float,
+    ) -> None:
+        self.weight, self.bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        self.dtype, self.scale, self.softcap, self.temperature = dtype, scale, softcap, temperature
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor | float]:
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits = torch.nn.functional.linear(hidden.to(self.dtype), self.weight, self.bias)
+        logits = logits.to(wide_dtype(logits.dtype)) * self.scale
+        derivative: Tensor | float = self.scale / self.temperature
+        if self.softcap is not None:
+            capped = torch.tanh(logits / self.softcap)
+            derivative = derivative * (1 - capped.square())
+            logits = self.softcap * capped
+        return logits / self.temperature, derivative
+
+
+def _tiles(rows: int, vocab: int) -> list[slice]:
+    height = max(TILE_ELEMENTS // vocab, 1)
+    return [slice(start, min(start + height, rows)) for start in range(0, rows, height)]

@@ -1,0 +1,96 @@
+"""The three gaps, never one number for all of them.
+
+sampling gap      sparse vs shadow log-probabilities, same weights: engine noise, must stay at it
+information gap   shadow vs dense, same weights: what eviction costs
+staleness         new vs old weights: what updates have changed since the rollout
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+# Largest sampling gap (nats, any token) that counts as floating-point noise, by compute dtype.
+# float32: 1e-4 was set for a 30-layer model; small models stay below 5e-6.
+PARITY_TOLERANCE = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-4,
+    torch.bfloat16: 2e-2,
+    torch.float16: 2e-2,
+}
+
+
+class ParityError(RuntimeError):
+    """Sampler and learner disagree by more than floating point explains."""
+
+
+def sampling_gap(
+    sparse_logprobs: Float[Tensor, " tokens"], shadow_logprobs: Float[Tensor, " tokens"]
+) -> dict[str, float]:
+    """Absolute difference between what the sampler recorded and what the learner replays, in nats."""
+    gap = (sparse_logprobs - shadow_logprobs).abs()
+    return {
+        "sampling_gap/mean": _mean(gap),
+        "sampling_gap/p95": _quantile(gap, 0.95),
+        "sampling_gap/p99": _quantile(gap, 0.99),
+        "sampling_gap/max": float(gap.max()) if len(gap) else 0.0,
+    }
+
+
+def information_gap(
+    shadow_logprobs: Float[Tensor, " tokens"],
+    dense_logprobs: Float[Tensor, " tokens"],
+    kl: Float[Tensor, " tokens"],
+) -> dict[str, float]:
+    """What the evicted keys changed: KL(dense || shadow) and agreement on the sampled tokens.
+
+    Agreement of a token is ``exp(-|log p_shadow - log p_dense|)``, in (0, 1]; its 5th percentile is
+    the tail that decides stability according to Sparrow (arXiv:2606.08446), whose own formula is not
+    public.
+    """
+    difference = (shadow_logprobs - dense_logprobs).abs()
+    agreement = (-difference).exp()
+    return {
+        "information_gap/kl": _mean(kl),
+        "information_gap/agreement_mean": _mean(agreement) if len(agreement) else 1.0,
+        "information_gap/agreement_p5": _quantile(agreement, 0.05) if len(agreement) else 1.0,
+        "information_gap/max": float(difference.max()) if len(difference) else 0.0,
+    }
+
+
+def staleness_kl(
+    new_logprobs: Float[Tensor, " tokens"], old_logprobs: Float[Tensor, " tokens"]
+) -> float:
+    """k3 estimate of KL(old || new) on tokens sampled by the old weights (Schulman 2020)."""
+    log_ratio = new_logprobs - old_logprobs
+    return _mean(log_ratio.exp() - 1 - log_ratio)
+
+
+def check_parity(gap: dict[str, float], dtype: torch.dtype, tolerance: float | None = None) -> None:
+    """Raise if the sampling gap is more than noise of this dtype (or the given tolerance, in nats).
+
+    Raises:
+        ParityError: names the gap and the tolerance. NaN counts as exceeding it.
+    """
+    limit = PARITY_TOLERANCE[dtype] if tolerance is None else tolerance
+    worst = gap["sampling_gap/max"]
+    if not worst <= limit:
+        raise ParityError(
+            f"sampling_gap/max = {worst:.3g} nats exceeds the tolerance {limit:.3g} for "
+            f"{str(dtype).removeprefix('torch.')}: the learner is not replaying what the sampler did. "
+            "Check that both run in the same dtype and autocast (bf16 on one side only?); "
+            "parity_tolerance sets another limit, parity_action='log' only logs"
+        )
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.double().mean()) if len(values) else 0.0
+
+
+def _quantile(values: Tensor, q: float) -> float:
+    # kthvalue, not quantile: the latter refuses more than 2**24 values
+    if not len(values):
+        return 0.0
+    rank = min(max(round(q * (len(values) - 1)) + 1, 1), len(values))
+    return float(values.float().kthvalue(rank).values)

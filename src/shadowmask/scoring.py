@@ -1,0 +1,113 @@
+"""The learner's view of rollouts: both tracks, packed, log-probabilities with gradient.
+
+shadow track   pi(y | x, M): the record replayed                         (gradient)
+dense track    pi(y | x):    same weights, full context, the teacher      (no gradient)
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from shadowmask.attention.interface import run_decoder
+from shadowmask.attention.replay import ReplaySession, TeacherSession
+from shadowmask.head import TokenStats, token_stats
+from shadowmask.models import decoder, num_layers, output_head
+from shadowmask.packing import PackedBatch, pack
+from shadowmask.record import RecordError, ShadowMask
+from shadowmask.rollout import RolloutBatch
+
+
+def score_packed(
+    model: nn.Module,
+    packed: PackedBatch,
+    shadow: ShadowMask,
+    temperature: float = 1.0,
+    teacher: bool = False,
+) -> TokenStats:
+    """Score every completion token under the shadow track, and under the dense one if asked.
+
+    Args:
+        model: prepared by ``prepare_model``.
+        shadow: entry ``n`` belongs to completion ``n`` of the pack; tokens are *not* checked here.
+        temperature: what the sampler divided its logits by.
+        teacher: add the dense track: forward KL(dense || shadow) over the whole vocabulary and the
+            dense log-probabilities, both without gradient into the dense side.
+    """
+    if len(shadow) != len(packed.completion_lengths):
+        raise RecordError(
+            f"the record has {len(shadow)} entries for {len(packed.completion_lengths)} completions"
+        )
+    session = ReplaySession(packed, shadow, remember_prompts=teacher)
+    layers = num_layers(model)
+    shadow.check_model(layers, session.num_kv_heads_recorded)
+    hidden = run_decoder(decoder(model), packed.input_ids, packed.position_ids, session, layers)[0]
+    teacher_hidden = _teacher_hidden(model, packed, session, hidden) if teacher else None
+    return token_stats(
+        hidden[packed.target_rows],
+        packed.targets,
+        output_head(model),
+        temperature,
+        None if teacher_hidden is None else teacher_hidden[packed.target_rows],
+    )
+
+
+@torch.no_grad()
+def _teacher_hidden(
+    model: nn.Module, packed: PackedBatch, session: ReplaySession, hidden: Tensor
+) -> Float[Tensor, "tokens hidden"]:
+    """Hidden states of the dense track. Prompt rows are the shadow track's own if those were dense."""
+    layers = num_layers(model)
+    if not session.dense_prompt_rows:
+        dense = ReplaySession(packed, _never_evicted(packed))
+        return run_decoder(decoder(model), packed.input_ids, packed.position_ids, dense, layers)[0]
+    rows = packed.completion_token_rows()
+    combined = hidden.detach().clone()
+    if len(rows):
+        combined[rows] = run_decoder(
+            decoder(model),
+            packed.input_ids[:, rows],
+            packed.position_ids[:, rows],
+            TeacherSession(packed, session.prompts),
+            layers,
+        )[0].to(combined.dtype)
+    return combined
+
+
+def _never_evicted(packed: PackedBatch) -> ShadowMask:
+    prompts: list[list[int]] = [[]] * len(packed.completion_lengths)
+    for group in packed.groups:
+        for n in group.members:
+            prompts[n] = [0] * group.prompt_length
+    return ShadowMask.dense(prompts, [[0] * length for length in packed.completion_lengths])
+
+
+def shadow_stats(model: nn.Module, batch: RolloutBatch, teacher: bool = False) -> TokenStats:
+    """``score_packed`` on a whole rollout batch, after checking that the record is of its tokens."""
+    prompts = batch.prompts_per_completion
+    batch.shadow.check_tokens(prompts, batch.completion_ids)
+    packed = pack(prompts, batch.completion_ids, next(model.parameters()).device)
+    return score_packed(model, packed, batch.shadow, batch.temperature, teacher)
+
+
+def shadow_logprobs(model: nn.Module, batch: RolloutBatch) -> list[Float[Tensor, " completion"]]:
+    """Log-probabilities of the sampled tokens with the shadow mask replayed, with gradient.
+
+    One tensor per completion, aligned with ``batch.sparse_logprobs`` and equal to it up to
+    floating point: the learner's policy is the sampler's policy.
+
+    Raises:
+        RecordError: the record is missing or belongs to other tokens or another model.
+    """
+    stats = shadow_stats(model, batch)
+    return list(stats.logprobs.split([len(c) for c in batch.completion_ids]))
+
+
+def dense_logprobs(model: nn.Module, batch: RolloutBatch) -> list[Float[Tensor, " completion"]]:
+    """Log-probabilities of the sampled tokens under the full context (the naive learner's), with gradient."""
+    prompts = batch.prompts_per_completion
+    packed = pack(prompts, batch.completion_ids, next(model.parameters()).device)
+    dense = ShadowMask.dense(prompts, batch.completion_ids)
+    stats = score_packed(model, packed, dense, batch.temperature)
+    return list(stats.logprobs.split([len(c) for c in batch.completion_ids]))

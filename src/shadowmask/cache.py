@@ -22,9 +22,7 @@ from shadowmask.eviction.base import Evictor, LayerView
 from shadowmask.record import NEVER
 
 
-def slot_bytes(
-    num_layers: int, num_kv_heads: int, key_dim: int, value_dim: int, itemsize: int
-) -> int:
+def slot_bytes(num_layers: int, num_kv_heads: int, key_dim: int, value_dim: int, itemsize: int) -> int:
     """Bytes that one token's keys and values take over all layers and KV heads."""
     return num_layers * num_kv_heads * (key_dim + value_dim) * itemsize
 
@@ -133,9 +131,7 @@ class LayerSlots:
         self.written += 1
         if self.window_queries is not None and self.window_positions is not None:
             place = (position % self.window_queries.shape[2])[:, None]
-            self.window_queries.scatter_(
-                2, place[:, None, :, None].expand(-1, *query.shape[1:]), query
-            )
+            self.window_queries.scatter_(2, place[:, None, :, None].expand(-1, *query.shape[1:]), query)
             self.window_positions.scatter_(1, place, position.to(torch.int32)[:, None])
 
     def view(
@@ -256,9 +252,7 @@ class SlotCache:
 
         Evictions at or after the row's last token hid nothing from any of its queries: NEVER.
         """
-        record = torch.stack(
-            [self.layers[n].evicted_at[row, :, :tokens] for n in sorted(self.layers)]
-        )
+        record = torch.stack([self.layers[n].evicted_at[row, :, :tokens] for n in sorted(self.layers)])
         return record.masked_fill(record >= tokens, NEVER).cpu()
 
     @property

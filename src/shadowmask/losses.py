@@ -56,9 +56,7 @@ def group_advantages(
     if scale == "none":
         return centred
     spread = rewards.std() if len(rewards) > 1 else rewards.new_zeros(())
-    stds = [
-        spread if scale == "batch" else (g.std() if len(g) > 1 else g.new_zeros(())) for g in groups
-    ]
+    stds = [spread if scale == "batch" else (g.std() if len(g) > 1 else g.new_zeros(())) for g in groups]
     per_row = torch.cat([s.expand(len(g)) for s, g in zip(stds, groups, strict=True)])
     return centred / (per_row + 1e-4)
 
@@ -131,9 +129,7 @@ def smd_loss(
         RecordError: the record is not of these tokens or this model.
         ValueError: ``advantages`` does not have one finite value per completion.
     """
-    if advantages.shape != (len(batch.completion_ids),) or not bool(
-        torch.isfinite(advantages).all()
-    ):
+    if advantages.shape != (len(batch.completion_ids),) or not bool(torch.isfinite(advantages).all()):
         raise ValueError(
             f"advantages {tuple(advantages.shape)} must hold one finite value for each of "
             f"{len(batch.completion_ids)} completions"

@@ -59,9 +59,7 @@ def information_gap(
     }
 
 
-def staleness_kl(
-    new_logprobs: Float[Tensor, " tokens"], old_logprobs: Float[Tensor, " tokens"]
-) -> float:
+def staleness_kl(new_logprobs: Float[Tensor, " tokens"], old_logprobs: Float[Tensor, " tokens"]) -> float:
     """k3 estimate of KL(old || new) on tokens sampled by the old weights (Schulman 2020)."""
     log_ratio = new_logprobs - old_logprobs
     return _mean(log_ratio.exp() - 1 - log_ratio)

@@ -54,9 +54,7 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
     if model.config is not config:
         return "it is a multimodal model; load its text model instead"
     if layer_types - _SUPPORTED_LAYERS:
-        return (
-            f"layers of type {sorted(layer_types - _SUPPORTED_LAYERS)} keep no evictable KV cache"
-        )
+        return f"layers of type {sorted(layer_types - _SUPPORTED_LAYERS)} keep no evictable KV cache"
     if getattr(config, "kv_lora_rank", None):
         return "multi-head latent attention (MLA) caches latents that all heads share"
     if getattr(config, "num_kv_shared_layers", 0):
@@ -78,9 +76,7 @@ def _unsupported_setting(model: PreTrainedModel, config: PretrainedConfig) -> st
     if active:
         return f"dropout is active in {active[0]}; set it to 0"
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type")} | {
-        r.get("rope_type") for r in rope.values() if isinstance(r, dict)
-    }
+    kinds = {rope.get("rope_type")} | {r.get("rope_type") for r in rope.values() if isinstance(r, dict)}
     if kinds & {"dynamic", "longrope"}:
         return (
             f"rotary embedding {sorted(k for k in kinds if k)} changes with the length seen so far, so "
@@ -121,9 +117,7 @@ def output_head(model: nn.Module) -> OutputHead:
     scaling = getattr(config, "logits_scaling", None)  # Granite divides
     if scale is None:
         scale = 1.0 if scaling is None else 1.0 / scaling
-    return OutputHead(
-        head.weight, head.bias, float(scale), getattr(config, "final_logit_softcapping", None)
-    )
+    return OutputHead(head.weight, head.bias, float(scale), getattr(config, "final_logit_softcapping", None))
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -64,9 +64,7 @@ class PackedBatch:
             [
                 torch.arange(start, start + length)
                 for group in self.groups
-                for start, length in zip(
-                    group.completion_starts, group.completion_lengths, strict=True
-                )
+                for start, length in zip(group.completion_starts, group.completion_lengths, strict=True)
             ]
             or [torch.empty(0, dtype=torch.int64)]
         ).to(self.input_ids.device)
@@ -105,9 +103,7 @@ def pack(
             first_rows[n] = (prompt_start + len(prompt) - 1, len(tokens))
             tokens += fed
             positions += range(len(prompt), len(prompt) + len(fed))
-        groups.append(
-            PackedGroup(tuple(indices), prompt_start, len(prompt), tuple(starts), tuple(lengths))
-        )
+        groups.append(PackedGroup(tuple(indices), prompt_start, len(prompt), tuple(starts), tuple(lengths)))
 
     rows: list[int] = []
     targets: list[int] = []

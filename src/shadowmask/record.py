@@ -168,9 +168,7 @@ class ShadowMask:
         For reading, plotting and testing: it is query x key in size, and the learner never calls it.
         """
         if len(self) != 1:
-            raise RecordError(
-                f"visible() is defined for one completion, this record has {len(self)}"
-            )
+            raise RecordError(f"visible() is defined for one completion, this record has {len(self)}")
         keys = torch.arange(self.lengths[0], device=self.evicted_at.device)
         queries = keys if queries is None else queries.to(keys.device)
         causal = keys <= queries[:, None]
@@ -188,9 +186,7 @@ class ShadowMask:
             first = torch.arange(record.lengths[0]).clamp(min=prompt)
             causal = (last + 1 - first).clamp(min=0)
             until = record.evicted_at.cpu().long().clamp(max=last + 1)
-            seen += float((until - first).clamp(min=0).sum()) / (
-                self.num_layers * self.num_kv_heads
-            )
+            seen += float((until - first).clamp(min=0).sum()) / (self.num_layers * self.num_kv_heads)
             available += float(causal.sum())
         return seen / available if available else 1.0
 

@@ -73,9 +73,7 @@ class RolloutEngine:
         evict_every: int | None = None,
     ) -> None:
         if evict_every is not None and evict_every < 1:
-            raise ValueError(
-                f"evict_every={evict_every} must be at least 1, or None for prompts only"
-            )
+            raise ValueError(f"evict_every={evict_every} must be at least 1, or None for prompts only")
         self.model = prepare_model(model)
         self.tokenizer = tokenizer
         self.evictor = evictor
@@ -233,9 +231,7 @@ class _Rollout:
         self, token: Int[Tensor, " rows"], positions: Int[Tensor, " rows"]
     ) -> Float[Tensor, "rows hidden"]:
         session = DecodeSession(self.cache, positions)
-        hidden = run_decoder(
-            self.decoder, token[:, None], positions[:, None], session, self.num_layers
-        )
+        hidden = run_decoder(self.decoder, token[:, None], positions[:, None], session, self.num_layers)
         return hidden[:, -1]
 
     def _evict_if_due(self, decoded: int) -> None:
@@ -265,9 +261,7 @@ class _Rollout:
         steps = tokens.shape[1]
         lengths = torch.where(is_stop.any(1), is_stop.int().argmax(1) + 1, steps).tolist()
         completions = [row[:n].tolist() for row, n in zip(tokens.cpu(), lengths, strict=True)]
-        prompts = [
-            p for p, size in zip(self.prompt_ids, self.sizes, strict=True) for _ in range(size)
-        ]
+        prompts = [p for p, size in zip(self.prompt_ids, self.sizes, strict=True) for _ in range(size)]
         entries = [
             self.cache.evicted_at(row, len(prompt) + n)
             for row, (prompt, n) in enumerate(zip(prompts, lengths, strict=True))
@@ -277,21 +271,16 @@ class _Rollout:
             prompt_ids=self.prompt_ids,
             group_sizes=self.sizes,
             completion_ids=completions,
-            sparse_logprobs=[
-                row[:n].clone() for row, n in zip(logprobs.cpu(), lengths, strict=True)
-            ],
+            sparse_logprobs=[row[:n].clone() for row, n in zip(logprobs.cpu(), lengths, strict=True)],
             shadow=ShadowMask.from_entries(entries, prompts, completions),
             temperature=self.temperature,
             kv_bytes_peak=self.cache.nbytes + self.cache.prefill_bytes,
             # the last token of a completion is never fed, so a dense cache does not hold it either
-            kv_bytes_dense=per_token
-            * sum(len(p) + n - 1 for p, n in zip(prompts, lengths, strict=True)),
+            kv_bytes_dense=per_token * sum(len(p) + n - 1 for p, n in zip(prompts, lengths, strict=True)),
         )
 
 
-def _sequence_seeds(
-    prompt_ids: list[list[int]], sizes: list[int], seed: int
-) -> tuple[list[int], list[int]]:
+def _sequence_seeds(prompt_ids: list[list[int]], sizes: list[int], seed: int) -> tuple[list[int], list[int]]:
     """Seeds from what a sequence *is*: (seed, prompt), and (seed, prompt, number of the sample).
 
     A prompt that occurs again goes on counting, so its samples differ from the earlier ones.

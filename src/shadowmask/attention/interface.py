@@ -57,16 +57,10 @@ def shadowmask_attention(
 ) -> tuple[Tensor, None]:
     """The registered function, in Hugging Face's signature."""
     if kwargs.get("s_aux") is not None:
-        raise RecordError(
-            f"{type(module).__name__} uses attention sinks as parameters: not supported"
-        )
+        raise RecordError(f"{type(module).__name__} uses attention sinks as parameters: not supported")
     if dropout:
-        raise RecordError(
-            f"attention dropout {dropout} is active in {type(module).__name__}: set it to 0"
-        )
-    scoring = Scoring(
-        query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sliding_window
-    )
+        raise RecordError(f"attention dropout {dropout} is active in {type(module).__name__}: set it to 0")
+    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sliding_window)
     if attention_session is None:
         return _plain_attention(query, key, value, attention_mask, scoring), None
     layer: int = module.layer_idx  # type: ignore[assignment]
@@ -93,10 +87,7 @@ def install(model: PreTrainedModel) -> None:
     AttentionInterface.register(NAME, shadowmask_attention)
     AttentionMaskInterface.register(NAME, _plain_mask)
     model.set_attn_implementation(NAME)
-    if (
-        model.config.get_text_config()._attn_implementation != NAME
-        or NAME not in ALL_ATTENTION_FUNCTIONS
-    ):
+    if model.config.get_text_config()._attn_implementation != NAME or NAME not in ALL_ATTENTION_FUNCTIONS:
         raise RecordError(f"{type(model).__name__} does not take a registered attention function")
 
 

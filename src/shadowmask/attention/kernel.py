@@ -58,9 +58,7 @@ def masked_attention(
     mask = None
     if visible is not None:
         mask = visible.expand(batch, kv_heads, -1, -1).reshape(batch * kv_heads, 1, rows, -1)
-    out = F.scaled_dot_product_attention(
-        grouped, keys, values, attn_mask=mask, scale=scoring.scaling
-    )
+    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scoring.scaling)
     return out.reshape(batch, heads, rows, -1)
 
 

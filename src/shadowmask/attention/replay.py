@@ -53,9 +53,7 @@ def group_record(group: PackedGroup, shadow: ShadowMask, device: torch.device) -
     longest = max(group.completion_lengths)
     completion = torch.full((*prompt.shape[:3], longest), NEVER, dtype=torch.int32)
     for n, (entry, length) in enumerate(zip(entries, group.completion_lengths, strict=True)):
-        completion[:, :, n, :length] = entry[
-            ..., group.prompt_length : group.prompt_length + length
-        ]
+        completion[:, :, n, :length] = entry[..., group.prompt_length : group.prompt_length + length]
     dense_prompt_rows = bool((inside == group.prompt_length).all())
     return GroupRecord(prompt.to(device), completion.to(device), dense_prompt_rows)
 
@@ -71,9 +69,7 @@ class PromptMemory:
 class ReplaySession:
     """The shadow track: every query attends to exactly the keys that the sampler's query saw."""
 
-    def __init__(
-        self, packed: PackedBatch, shadow: ShadowMask, remember_prompts: bool = False
-    ) -> None:
+    def __init__(self, packed: PackedBatch, shadow: ShadowMask, remember_prompts: bool = False) -> None:
         """Prepare the records of all groups on the packed batch's device.
 
         Args:
@@ -136,9 +132,7 @@ class ReplaySession:
             )
         # a recomputation under activation checkpointing comes here a second time: nothing to remember
         if self._memory is not None and layer not in self.layers_served:
-            prompts = [
-                slice(g.prompt_start, g.prompt_start + g.prompt_length) for g in self.packed.groups
-            ]
+            prompts = [slice(g.prompt_start, g.prompt_start + g.prompt_length) for g in self.packed.groups]
             self._memory.keys[layer] = [key[0, :, p].detach() for p in prompts]
             self._memory.values[layer] = [value[0, :, p].detach() for p in prompts]
         self.layers_served.add(layer)
@@ -196,9 +190,7 @@ def _recorded_prompt(
     positions = torch.arange(query.shape[2], device=query.device)
 
     def visible(start: int, stop: int) -> Tensor:
-        return _visible(
-            positions[start:stop], positions.expand(1, 1, -1), evicted_at[None], scoring
-        )
+        return _visible(positions[start:stop], positions.expand(1, 1, -1), evicted_at[None], scoring)
 
     return chunked_attention(query, key, value, visible, scoring)
 
@@ -238,9 +230,7 @@ def _completions(
         return _visible(own[start:stop], key_positions, evicted_at, scoring)
 
     out = chunked_attention(query.transpose(0, 1), keys, values, visible, scoring)
-    return [
-        out[n : n + 1, :, :length] for n, length in enumerate(group.completion_lengths) if length
-    ]
+    return [out[n : n + 1, :, :length] for n, length in enumerate(group.completion_lengths) if length]
 
 
 def _gather_kept(

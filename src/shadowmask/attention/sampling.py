@@ -63,9 +63,7 @@ class DecodeSession:
         slots.append(query, key, value, self.positions)
         visible = slots.positions >= 0
         if scoring.sliding_window is not None:
-            visible = visible & (
-                slots.positions > (self.positions - scoring.sliding_window)[:, None, None]
-            )
+            visible = visible & (slots.positions > (self.positions - scoring.sliding_window)[:, None, None])
         if slots.attention_received is not None:
             return _attend_and_accumulate(query, slots, visible, scoring)
         # the query heads of one KV head become rows of one product: no key is repeated

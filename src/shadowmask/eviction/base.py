@@ -16,9 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-NUM_SINKS = (
-    4  # StreamingLLM (arXiv:2309.17453): the first tokens collect attention that has nowhere to go
-)
+NUM_SINKS = 4  # StreamingLLM (arXiv:2309.17453): the first tokens collect attention that has nowhere to go
 
 
 @dataclass(frozen=True)
@@ -34,9 +32,7 @@ class LayerView:
     values: Float[Tensor, "batch kv_heads slots value_dim"]
     positions: Int[Tensor, "batch kv_heads slots"]
     query_positions: Int[Tensor, " batch"]  # the last query that was computed, i
-    seeds: Int[
-        Tensor, " batch"
-    ]  # one integer per sequence, equal for equal prompt, sample and seed
+    seeds: Int[Tensor, " batch"]  # one integer per sequence, equal for equal prompt, sample and seed
     scaling: float
     softcap: float | None = None
     sliding_window: int | None = None
@@ -165,9 +161,7 @@ def window_attention(view: LayerView) -> Float[Tensor, "batch kv_heads window sl
     """
     assert view.window_queries is not None and view.window_positions is not None
     batch, kv_heads, slots, _ = view.keys.shape
-    queries = view.window_queries.unflatten(
-        1, (kv_heads, -1)
-    )  # (batch, kv_heads, per_kv, window, dim)
+    queries = view.window_queries.unflatten(1, (kv_heads, -1))  # (batch, kv_heads, per_kv, window, dim)
     logits = torch.einsum("bjrwd,bjsd->bjrws", queries, view.keys) * view.scaling
     if view.softcap is not None:
         logits = view.softcap * torch.tanh(logits / view.softcap)

@@ -1,0 +1,130 @@
+"""Key-value recall: read a list of prices among other sentences, then give one of them.
+
+    The cart stands beside the old fountain. The apple costs 42 dollars. ... The pear costs 17
+    dollars.
+    Question: How much does the pear cost?
+    Answer: 17
+
+The question comes last, so a cache that evicts prompt keys has to guess what will matter, and a
+fact that every layer and head dropped cannot be recovered. Facts set the difficulty, fillers the
+length: about 8 tokens each with the tokenizer of the demo model.
+"""
+
+import hashlib
+import random
+import re
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from shadowmask.tasks.base import Completion, Split, Task, completion_text
+
+ITEMS = (
+    *("apple", "basket", "bottle", "bowl", "bread", "brush", "candle", "carpet", "chair", "clock"),
+    *("coat", "cup", "desk", "doll", "drum", "fan", "flute", "fork", "guitar", "hammer"),
+    *("hat", "jacket", "kettle", "knife", "ladder", "lamp", "lemon", "letter", "mirror", "nail"),
+    *("onion", "orange", "paddle", "pan", "peach", "pear", "pen", "phone", "piano", "pillow"),
+    *("plate", "pump", "radio", "ring", "rope", "saddle", "sock", "shirt", "shovel", "stool"),
+    *("spoon", "sword", "table", "tent", "towel", "truck", "vase", "violin", "wagon", "wallet"),
+)
+
+FILLERS = (
+    "The market opens early in the morning.",
+    "A light rain fell during the night.",
+    "The cart stands beside the old fountain.",
+    "Children play in the narrow street.",
+    "The baker waves to a friend.",
+    "Two dogs sleep in the warm sun.",
+    "The music from the square is loud.",
+    "A woman carries flowers to her house.",
+    "The bridge was painted last spring.",
+    "Nobody remembers the name of the inn.",
+    "The river runs slowly past the mill.",
+    "Some visitors arrive by train at noon.",
+    "The mayor likes to walk in the park.",
+    "A cat watches from the window.",
+    "The wind moves the flags gently.",
+    "Most of the stalls have a red roof.",
+    "The bell of the tower rings every hour.",
+    "An old man tells a long story.",
+    "The road to the village is quiet.",
+    "Fresh snow covers the distant hills.",
+    "The library is closed on holidays.",
+    "A boat waits near the wooden pier.",
+    "The teacher talks with her students.",
+    "Someone left a door open in the hall.",
+)
+
+QUESTION = "Question: How much does the {item} cost?\nAnswer:"
+PRICES = range(10, 100)
+EVAL_SHARE = 4  # one document in four belongs to the held-out split
+NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
+
+
+@final
+@dataclass(frozen=True)
+class RecallTask(Task):
+    """Recall one of `num_facts` prices from a prompt with `num_fillers` other sentences."""
+
+    name: ClassVar[str] = "recall"
+
+    num_facts: int = 8
+    """How many items have a price; the chance of a blind guess among them is one over this."""
+    num_fillers: int = 8
+    """Sentences without a price, shuffled among the facts. They only lengthen the prompt."""
+    questions_per_document: int = 1
+    """Consecutive rows that ask about different items of one document."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_facts <= len(ITEMS):
+            raise ValueError(f"num_facts must be in 1..{len(ITEMS)}, got {self.num_facts}")
+        if self.num_fillers < 0:
+            raise ValueError(f"num_fillers must not be negative, got {self.num_fillers}")
+        if not 1 <= self.questions_per_document <= self.num_facts:
+            raise ValueError(
+                f"questions_per_document must be in 1..num_facts = {self.num_facts}, "
+                f"got {self.questions_per_document}"
+            )
+
+    def dataset(self, split: Split, size: int, seed: int) -> list[dict[str, str]]:
+        if split not in ("train", "eval"):
+            raise ValueError(f"split must be 'train' or 'eval', got {split!r}")
+        rows: list[dict[str, str]] = []
+        while len(rows) < size:
+            # Seeded by the row's own place: what stands here does not depend on `size`.
+            rows += self._rows(split, random.Random(f"{split}/{seed}/{len(rows)}"))
+        return rows[:size]
+
+    def reward(self, completions: list[Completion], answer: list[str], **kwargs) -> list[float]:
+        """Give 1 to completions whose only number, however often repeated, is the answer."""
+        pairs = zip(completions, answer, strict=True)
+        return [float(_numbers(completion_text(text)) == {float(price)}) for text, price in pairs]
+
+    def _rows(self, split: Split, rng: random.Random) -> list[dict[str, str]]:
+        """Draw documents until one belongs to the split, and ask about some of its items."""
+        while True:
+            items = rng.sample(ITEMS, self.num_facts)
+            prices = dict(zip(items, rng.sample(PRICES, self.num_facts), strict=True))
+            document = self._document(prices, rng)
+            if _split_of(document) == split:
+                break
+        return [
+            {"prompt": f"{document}\n{QUESTION.format(item=item)}", "answer": str(prices[item])}
+            for item in rng.sample(items, self.questions_per_document)
+        ]
+
+    def _document(self, prices: dict[str, int], rng: random.Random) -> str:
+        sentences = [f"The {item} costs {price} dollars." for item, price in prices.items()]
+        for start in range(0, self.num_fillers, len(FILLERS)):  # repeat only when all were used
+            sentences += rng.sample(FILLERS, min(len(FILLERS), self.num_fillers - start))
+        rng.shuffle(sentences)
+        return " ".join(sentences)
+
+
+def _split_of(document: str) -> Split:
+    """Assign a document to a split by its content, which keeps the splits apart for all seeds."""
+    digest = hashlib.sha256(document.encode()).digest()
+    return "eval" if digest[0] % EVAL_SHARE == 0 else "train"
+
+
+def _numbers(text: str) -> set[float]:
+    return {float(number.replace(",", "")) for number in NUMBER.findall(text)}

@@ -1,0 +1,4 @@
+"""What a run leaves behind and shows: its folder, its plot, its progress.
+
+Import the modules themselves: `plots` needs matplotlib, `progress` needs rich.
+"""

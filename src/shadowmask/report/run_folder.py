@@ -1,0 +1,164 @@
+"""The folder that a run leaves behind.
+
+    config.yaml     every setting, defaults resolved
+    versions.json   interpreter, libraries, commit, hardware
+    metrics.jsonl   one object per logged step
+    samples.jsonl   some completions with their rewards
+    *.json          results, written whole or not at all
+
+The two `.jsonl` files grow line by line and survive being cut off in the middle of one. On resume
+they are cut back to the step of the checkpoint, so that no step stands there twice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shadowmask.report.versions import collect_versions
+
+Record = dict[str, Any]
+
+
+class RunFolderError(ValueError):
+    """The folder cannot be used; the message says what to do."""
+
+
+class RunFolder:
+    """Creates or reopens the folder of one run.
+
+    Args:
+        path: the folder; parents are made.
+        resume: continue a run that is already there.
+
+    Raises:
+        RunFolderError: the folder has content and `resume` is false, or has none and it is true.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], resume: bool = False) -> None:
+        self.path = Path(path)
+        if self.path.exists() and not self.path.is_dir():
+            raise RunFolderError(f"run folder {self.path} is a file; choose another output folder")
+        filled = self.path.is_dir() and any(self.path.iterdir())
+        if filled and not resume:
+            raise RunFolderError(
+                f"run folder {self.path} is not empty; choose another output folder, "
+                "or continue that run with --resume"
+            )
+        if resume and not filled:
+            raise RunFolderError(f"run folder {self.path} has no run to resume")
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples_path(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Write the resolved settings, in the order given."""
+        text = yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
+        write_atomically(self.path / "config.yaml", text)
+
+    def write_versions(self) -> None:
+        """Write what ran: interpreter, libraries, commit, hardware."""
+        self.write_json("versions.json", collect_versions())
+
+    def write_json(self, name: str, content: Any) -> None:
+        """Write `content` under `name`; a reader sees the old file or the new one, never half."""
+        write_atomically(self.path / name, json.dumps(_plain(content), indent=2) + "\n")
+
+    def append_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Append one step to `metrics.jsonl`; it must have a `step`."""
+        _append(self.metrics_path, [metrics])
+
+    def append_samples(self, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Append completions to `samples.jsonl`; each must have the `step` that it was sampled in."""
+        _append(self.samples_path, samples)
+
+    def read_metrics(self) -> list[Record]:
+        return read_records(self.metrics_path)
+
+    def read_samples(self) -> list[Record]:
+        return read_records(self.samples_path)
+
+    def truncate_after(self, step: int) -> None:
+        """Forget what was logged after `step`, and half of a line at the end, if there is one."""
+        for path in (self.metrics_path, self.samples_path):
+            if path.exists():
+                kept = [record for record in read_records(path) if record["step"] <= step]
+                write_atomically(path, "".join(map(_line, kept)))
+
+
+def read_records(path: str | os.PathLike[str]) -> list[Record]:
+    """Read a `.jsonl` file, leaving out a last line that was cut off.
+
+    Raises:
+        RunFolderError: a line before the last is no JSON.
+    """
+    if not Path(path).exists():
+        return []
+    # Not splitlines(): completions may hold other line separators, and a cut may fall inside a character.
+    lines = Path(path).read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
+    records: list[Record] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise RunFolderError(f"{path}, line {number}: not JSON ({error.msg})") from error
+    return records
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file under a temporary name beside it, then rename it."""
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)  # mkstemp makes it private
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _append(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    lines = []
+    for record in records:
+        if "step" not in record:
+            raise ValueError(f"a record for {path.name} has no 'step': {sorted(record)}")
+        lines.append(_line(record))
+    with path.open("a", encoding="utf-8") as file:  # closing flushes: a crash loses nothing older
+        file.writelines(lines)
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """Reduce to what YAML and JSON both know; NaN and infinities, which JSON lacks, become null."""
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if value is None or isinstance(value, str | int):
+        return value
+    raise TypeError(f"{value!r} of type {type(value).__name__} is no plain setting or metric")

@@ -50,6 +50,9 @@ def test_four_panels_show_the_measurements(tmp_path, drawn):
     assert labels(information) == ["KL", "agreement, 5th percentile (right)"]
     assert memory.get_ylabel() == "MB"
     assert list(memory.lines[0].get_ydata()) == [40.0] * 12
+    for axes in (reward, information, memory):  # nothing lies outside what is shown
+        low, high = axes.get_ylim()
+        assert all(low <= value <= high for line in axes.lines for value in line.get_ydata())
 
 
 def test_lines_of_a_panel_differ_without_colour():

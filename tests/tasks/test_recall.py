@@ -1,9 +1,7 @@
 """Recall: the same rows everywhere, splits apart, and a reward that cannot be talked into a 1."""
 
+import hashlib
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -32,13 +30,14 @@ def test_the_answer_is_the_price_that_the_document_gives(task, split):
 
 
 def test_prices_are_distinct_so_that_a_neighbouring_fact_is_never_right_by_chance():
-    for row in RecallTask(num_facts=40).dataset("train", size=5, seed=0):
+    for row in RecallTask(num_facts=60, price_digits=2).dataset("train", size=5, seed=0):
         prices = [word for word in document_of(row).split() if word.isdigit()]
-        assert len(set(prices)) == 40
+        assert len(set(prices)) == 60
 
 
 def test_splits_share_no_document():
-    task = RecallTask(num_facts=1, num_fillers=0)  # few possible documents: chance would collide
+    # few possible documents: by chance they would collide
+    task = RecallTask(num_facts=1, num_fillers=0, price_digits=2)
     train = {document_of(row) for row in task.dataset("train", size=2000, seed=0)}
     held_out = {document_of(row) for row in task.dataset("eval", size=2000, seed=0)}
     assert len(held_out) > 100
@@ -51,16 +50,9 @@ def test_a_larger_set_starts_with_the_smaller_one_and_seeds_differ():
     assert task.dataset("train", 7, seed=1) != task.dataset("train", 7, seed=2)
 
 
-def test_rows_are_the_same_in_a_process_with_another_hash_seed():
-    script = (
-        "import json; from shadowmask.tasks import RecallTask;"
-        "print(json.dumps(RecallTask().dataset('eval', 3, seed=5)))"
-    )
-    environment = os.environ | {"PYTHONHASHSEED": "123"}
-    printed = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, check=True, text=True
-    ).stdout
-    assert json.loads(printed) == RecallTask().dataset("eval", 3, seed=5)
+def test_rows_are_the_same_in_every_process_and_version():
+    rows = RecallTask(questions_per_document=2).dataset("eval", 5, seed=5)
+    assert hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16] == "7a30772491714e99"
 
 
 def test_questions_of_one_document_are_neighbours_and_about_different_items():
@@ -108,6 +100,7 @@ def test_a_missing_answer_is_an_error():
         ({"num_facts": 0}, "num_facts"),
         ({"num_facts": len(ITEMS) + 1}, "num_facts"),
         ({"num_fillers": -1}, "num_fillers"),
+        ({"price_digits": 1}, "price_digits"),
         ({"questions_per_document": 0}, "questions_per_document"),
         ({"num_facts": 4, "questions_per_document": 5}, "questions_per_document"),
     ],

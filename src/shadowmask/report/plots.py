@@ -68,7 +68,7 @@ def _reward(axes: Axes, metrics: Metrics, accuracies: Mapping[str, tuple[float, 
 
 
 def _sampling_gap(axes: Axes, metrics: Metrics, tolerance: float | None) -> None:
-    axes.set_title("Sampling gap: sampler vs learner (rounding only)")
+    axes.set_title("Sampling gap: sampler vs learner")
     axes.set_ylabel("|Δ log p|, nats")
     for key, name, style in (("max", "max", DARK), ("p99", "99th percentile", LIGHT)):
         steps, values = _series(metrics, f"sampling_gap/{key}")
@@ -86,7 +86,7 @@ def _information_gap(axes: Axes, metrics: Metrics) -> None:
     steps, kl = _series(metrics, "information_gap/kl")
     if steps:
         axes.plot(steps, kl, label="KL", **DARK)
-        axes.set_ylim(bottom=0)
+    axes.set_ylim(bottom=0)
     steps, agreement = _series(metrics, "information_gap/agreement_p5")
     if steps:
         right = axes.twinx()
@@ -105,7 +105,7 @@ def _kv_bytes(axes: Axes, metrics: Metrics) -> None:
         steps, values = series[key]
         if steps:
             axes.plot(steps, [value / divisor for value in values], label=name, **style)
-            axes.set_ylim(bottom=0)
+    axes.set_ylim(bottom=0)
 
 
 def _finish(axes: Axes) -> None:

@@ -5,9 +5,9 @@ bound method goes into `reward_funcs` as it is.
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-Split = Literal["train", "eval"]
+SPLITS = ("train", "eval")
 Completion = str | list[dict[str, Any]]
 
 
@@ -21,8 +21,8 @@ class Task(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def dataset(self, split: Split, size: int, seed: int) -> list[dict[str, str]]:
-        """Return `size` rows with at least `prompt` and `answer`, the same in every process."""
+    def dataset(self, split: str, size: int, seed: int) -> list[dict[str, str]]:
+        """Return `size` rows of a split with at least `prompt` and `answer`, the same in every process."""
 
     @abstractmethod
     def reward(self, completions: list[Completion], answer: list[str], **kwargs) -> list[float]:

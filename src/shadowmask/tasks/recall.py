@@ -1,13 +1,14 @@
 """Key-value recall: read a list of prices among other sentences, then give one of them.
 
-    The cart stands beside the old fountain. The apple costs 42 dollars. ... The pear costs 17
+    The cart stands beside the old fountain. The apple costs 4273 dollars. ... The pear costs 1720
     dollars.
     Question: How much does the pear cost?
-    Answer: 17
+    Answer: 1720
 
-The question comes last, so a cache that evicts prompt keys has to guess what will matter, and a
-fact that every layer and head dropped cannot be recovered. Facts set the difficulty, fillers the
-length: about 8 tokens each with the tokenizer of the demo model.
+The answer takes several tokens. The first is chosen with the whole prompt in view, the others by
+queries that come after the eviction, so a cache that lost the fact shows in the reward. Facts set
+the difficulty, fillers the length: about 10 and 8 tokens each with the tokenizer of the demo model,
+190 tokens for the defaults.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from shadowmask.tasks.base import Completion, Split, Task, completion_text
+from shadowmask.tasks.base import SPLITS, Completion, Task, completion_text
 
 ITEMS = (
     *("apple", "basket", "bottle", "bowl", "bread", "brush", "candle", "carpet", "chair", "clock"),
@@ -55,7 +56,6 @@ FILLERS = (
 )
 
 QUESTION = "Question: How much does the {item} cost?\nAnswer:"
-PRICES = range(10, 100)
 EVAL_SHARE = 4  # one document in four belongs to the held-out split
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 
@@ -67,10 +67,12 @@ class RecallTask(Task):
 
     name: ClassVar[str] = "recall"
 
-    num_facts: int = 8
+    num_facts: int = 10
     """How many items have a price; the chance of a blind guess among them is one over this."""
-    num_fillers: int = 8
+    num_fillers: int = 10
     """Sentences without a price, shuffled among the facts. They only lengthen the prompt."""
+    price_digits: int = 4
+    """Each digit is looked up by a query of its own, after the eviction: more digits, more loss."""
     questions_per_document: int = 1
     """Consecutive rows that ask about different items of one document."""
 
@@ -79,15 +81,17 @@ class RecallTask(Task):
             raise ValueError(f"num_facts must be in 1..{len(ITEMS)}, got {self.num_facts}")
         if self.num_fillers < 0:
             raise ValueError(f"num_fillers must not be negative, got {self.num_fillers}")
+        if self.price_digits < 2:
+            raise ValueError(f"price_digits must be at least 2, got {self.price_digits}")
         if not 1 <= self.questions_per_document <= self.num_facts:
             raise ValueError(
                 f"questions_per_document must be in 1..num_facts = {self.num_facts}, "
                 f"got {self.questions_per_document}"
             )
 
-    def dataset(self, split: Split, size: int, seed: int) -> list[dict[str, str]]:
-        if split not in ("train", "eval"):
-            raise ValueError(f"split must be 'train' or 'eval', got {split!r}")
+    def dataset(self, split: str, size: int, seed: int) -> list[dict[str, str]]:
+        if split not in SPLITS:
+            raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
         rows: list[dict[str, str]] = []
         while len(rows) < size:
             # Seeded by the row's own place: what stands here does not depend on `size`.
@@ -99,11 +103,12 @@ class RecallTask(Task):
         pairs = zip(completions, answer, strict=True)
         return [float(_numbers(completion_text(text)) == {float(price)}) for text, price in pairs]
 
-    def _rows(self, split: Split, rng: random.Random) -> list[dict[str, str]]:
+    def _rows(self, split: str, rng: random.Random) -> list[dict[str, str]]:
         """Draw documents until one belongs to the split, and ask about some of its items."""
         while True:
             items = rng.sample(ITEMS, self.num_facts)
-            prices = dict(zip(items, rng.sample(PRICES, self.num_facts), strict=True))
+            numbers = range(10 ** (self.price_digits - 1), 10**self.price_digits)
+            prices = dict(zip(items, rng.sample(numbers, self.num_facts), strict=True))
             document = self._document(prices, rng)
             if _split_of(document) == split:
                 break
@@ -120,7 +125,7 @@ class RecallTask(Task):
         return " ".join(sentences)
 
 
-def _split_of(document: str) -> Split:
+def _split_of(document: str) -> str:
     """Assign a document to a split by its content, which keeps the splits apart for all seeds."""
     digest = hashlib.sha256(document.encode()).digest()
     return "eval" if digest[0] % EVAL_SHARE == 0 else "train"

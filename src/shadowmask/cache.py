@@ -299,7 +299,7 @@ class SlotCache:
 
 
 def _like(
-    index: Int[Tensor, "... slots"], data: Float[Tensor, "... slots dim"]
-) -> Int[Tensor, "... slots dim"]:
+    index: Int[Tensor, "... chosen"], data: Float[Tensor, "... slots dim"]
+) -> Int[Tensor, "... chosen dim"]:
     """Repeat an index over the last axis of what it indexes."""
     return index[..., None].expand(*index.shape, data.shape[-1])

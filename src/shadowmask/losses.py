@@ -112,7 +112,7 @@ def smd_loss(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     loss_type: str = "dapo",
-    old_logprobs: Sequence[Float[Tensor, " completion"]] | None = None,
+    old_logprobs: Sequence[Float[Tensor, " _completion"]] | None = None,
     max_completion_length: int | None = None,
 ) -> SMDLoss:
     """The SMD loss of one rollout batch, ready for ``loss.backward()``.

@@ -11,13 +11,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-# Largest sampling gap (nats, any token) that counts as floating-point noise, by compute dtype.
-# float32: 1e-4 was set for a 30-layer model; small models stay below 5e-6.
-PARITY_TOLERANCE = {
-    torch.float64: 1e-10,
-    torch.float32: 1e-4,
-    torch.bfloat16: 2e-2,
-    torch.float16: 2e-2,
+# Which statistic of the sampling gap (nats) may be how large before it no longer counts as floating-point
+# noise, by compute dtype. float32: 1e-4 was set for a 30-layer model; small models stay below 5e-6. In
+# half precision single tokens of a deep model differ by rounding alone (30 layers under bfloat16 autocast:
+# max 0.1, mean 0.008; all-bfloat16 weights: max 0.2, mean 0.02), so the mean is what is checked; a learner
+# that ignores evictions shows a mean ten times the limit.
+PARITY_LIMITS = {
+    torch.float64: ("max", 1e-10),
+    torch.float32: ("max", 1e-4),
+    torch.bfloat16: ("mean", 5e-2),
+    torch.float16: ("mean", 5e-2),
 }
 
 
@@ -66,16 +69,20 @@ def staleness_kl(new_logprobs: Float[Tensor, " tokens"], old_logprobs: Float[Ten
 
 
 def check_parity(gap: dict[str, float], dtype: torch.dtype, tolerance: float | None = None) -> None:
-    """Raise if the sampling gap is more than noise of this dtype (or the given tolerance, in nats).
+    """Raise if the sampling gap is more than noise of this dtype.
+
+    Args:
+        tolerance: limit in nats instead of the dtype's own (on the same statistic, see PARITY_LIMITS).
 
     Raises:
         ParityError: names the gap and the tolerance. NaN counts as exceeding it.
     """
-    limit = PARITY_TOLERANCE[dtype] if tolerance is None else tolerance
-    worst = gap["sampling_gap/max"]
-    if not worst <= limit:
+    statistic, limit = PARITY_LIMITS[dtype]
+    limit = limit if tolerance is None else tolerance
+    found = gap[f"sampling_gap/{statistic}"]
+    if not found <= limit:
         raise ParityError(
-            f"sampling_gap/max = {worst:.3g} nats exceeds the tolerance {limit:.3g} for "
+            f"sampling_gap/{statistic} = {found:.3g} nats exceeds the tolerance {limit:.3g} for "
             f"{str(dtype).removeprefix('torch.')}: the learner is not replaying what the sampler did. "
             "Check that both run in the same dtype and autocast (bf16 on one side only?); "
             "parity_tolerance sets another limit, parity_action='log' only logs"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -87,11 +88,12 @@ def _unsupported_setting(model: PreTrainedModel, config: PretrainedConfig) -> st
 
 def base_model(model: nn.Module) -> PreTrainedModel:
     """The causal language model itself, out of PEFT and parallel wrappers."""
-    while hasattr(model, "module"):  # DataParallel, DistributedDataParallel
-        model = model.module
-    if hasattr(model, "get_base_model"):
-        model = model.get_base_model()
-    return model  # type: ignore[return-value]
+    unwrapped: Any = model
+    while hasattr(unwrapped, "module"):  # DataParallel, DistributedDataParallel
+        unwrapped = unwrapped.module
+    if hasattr(unwrapped, "get_base_model"):
+        unwrapped = unwrapped.get_base_model()
+    return unwrapped
 
 
 def decoder(model: nn.Module) -> nn.Module:

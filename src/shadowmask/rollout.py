@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -36,7 +37,7 @@ class RolloutBatch:
     prompt_ids: list[list[int]]
     group_sizes: list[int]  # completions of each prompt
     completion_ids: list[list[int]]  # prompt-major, the stop token included
-    sparse_logprobs: list[Float[Tensor, " completion"]]  # float32 or wider, temperature applied
+    sparse_logprobs: list[Float[Tensor, " _completion"]]  # float32 or wider, temperature applied
     shadow: ShadowMask
     temperature: float  # of the log-probabilities; greedy rollouts report theirs at 1.0
     kv_bytes_peak: int  # slots of all layers + the largest full prompt of one layer
@@ -123,7 +124,7 @@ class RolloutEngine:
         run = _Rollout(self, prompt_ids, sizes, max_new_tokens, temperature, seed, stops)
         return run.sample()
 
-    def _encode(self, n: int, prompt: str | Sequence[int]) -> list[int]:
+    def _encode(self, n: int, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError(f"prompt {n} is a string, but the engine has no tokenizer")

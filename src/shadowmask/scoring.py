@@ -91,7 +91,7 @@ def shadow_stats(model: nn.Module, batch: RolloutBatch, teacher: bool = False) -
     return score_packed(model, packed, batch.shadow, batch.temperature, teacher)
 
 
-def shadow_logprobs(model: nn.Module, batch: RolloutBatch) -> list[Float[Tensor, " completion"]]:
+def shadow_logprobs(model: nn.Module, batch: RolloutBatch) -> list[Float[Tensor, " _completion"]]:
     """Log-probabilities of the sampled tokens with the shadow mask replayed, with gradient.
 
     One tensor per completion, aligned with ``batch.sparse_logprobs`` and equal to it up to
@@ -104,7 +104,7 @@ def shadow_logprobs(model: nn.Module, batch: RolloutBatch) -> list[Float[Tensor,
     return list(stats.logprobs.split([len(c) for c in batch.completion_ids]))
 
 
-def dense_logprobs(model: nn.Module, batch: RolloutBatch) -> list[Float[Tensor, " completion"]]:
+def dense_logprobs(model: nn.Module, batch: RolloutBatch) -> list[Float[Tensor, " _completion"]]:
     """Log-probabilities of the sampled tokens under the full context (the naive learner's), with gradient."""
     prompts = batch.prompts_per_completion
     packed = pack(prompts, batch.completion_ids, next(model.parameters()).device)

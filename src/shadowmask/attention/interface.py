@@ -11,7 +11,7 @@ replay: a session counts the layers it served, and ``run_decoder`` raises if one
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -26,6 +26,7 @@ from shadowmask.record import RecordError
 NAME = "shadowmask"
 
 
+@runtime_checkable
 class AttentionSession(Protocol):
     """One forward's attention: given a layer's queries, keys and values, returns its outputs."""
 

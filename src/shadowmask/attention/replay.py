@@ -264,10 +264,10 @@ def _gather_kept(
 
 def _visible(
     queries: Int[Tensor, " query"],
-    keys: Int[Tensor, "batch kv_heads key"],
+    keys: Int[Tensor, "#batch #kv_heads key"],
     evicted_at: Int32[Tensor, "#batch #kv_heads key"] | None,
     scoring: Scoring,
-) -> Bool[Tensor, "batch kv_heads query key"]:
+) -> Bool[Tensor, "_ _ query key"]:
     """visible(i, k) <=> k <= i < evicted_at[k], and inside the layer's sliding window."""
     rows = queries[:, None]
     mask = keys[:, :, None, :] <= rows

@@ -160,8 +160,9 @@ def window_attention(view: LayerView) -> Float[Tensor, "batch kv_heads window sl
     return its weights. Rows of the window that do not exist yet are zero.
     """
     assert view.window_queries is not None and view.window_positions is not None
-    batch, kv_heads, slots, _ = view.keys.shape
-    queries = view.window_queries.unflatten(1, (kv_heads, -1))  # (batch, kv_heads, per_kv, window, dim)
+    queries = view.window_queries.unflatten(
+        1, (view.keys.shape[1], -1)
+    )  # (batch, kv_heads, per_kv, window, dim)
     logits = torch.einsum("bjrwd,bjsd->bjrws", queries, view.keys) * view.scaling
     if view.softcap is not None:
         logits = view.softcap * torch.tanh(logits / view.softcap)

@@ -6,9 +6,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from trl import GRPOConfig
-
 from shadowmask.eviction import Evictor, get_evictor
+from trl import GRPOConfig
 
 PARITY_ACTIONS = ("raise", "log")
 
@@ -53,7 +52,9 @@ class SMDConfig(GRPOConfig):
     )
     parity_tolerance: float | None = field(
         default=None,
-        metadata={"help": "Largest sampling gap in nats. Default: by dtype (float32 1e-4, bf16 2e-2)."},
+        metadata={
+            "help": "Largest sampling gap in nats. Default: float32 1e-4 (max of tokens), bf16 5e-2 (mean)."
+        },
     )
 
     def __post_init__(self) -> None:

@@ -44,4 +44,4 @@ def add_scoring_forward(model: PreTrainedModel) -> None:
         request = scoring_request
         return score_packed(self, request.packed, request.shadow, request.temperature, request.teacher)
 
-    model.forward = types.MethodType(forward, model)  # type: ignore[method-assign]
+    model.forward = types.MethodType(forward, model)

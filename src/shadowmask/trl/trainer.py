@@ -15,7 +15,6 @@ from datasets import Dataset
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
 from shadowmask.head import TokenStats
@@ -28,6 +27,7 @@ from shadowmask.rollout import RolloutBatch, RolloutEngine
 from shadowmask.trl.checks import checked_rewards, refuse_unsupported
 from shadowmask.trl.config import SMDConfig
 from shadowmask.trl.forward import ScoringRequest, add_scoring_forward
+from trl import GRPOTrainer
 
 
 class SMDTrainer(GRPOTrainer):
@@ -69,7 +69,7 @@ class SMDTrainer(GRPOTrainer):
             base_model(self.model), self._tokenizer, args.make_evictor(), args.evict_every
         )
         self._rollout: RolloutBatch | None = None  # what _generate_single_turn has just made
-        self._rollout_moment = (-1, 0)  # (global step, rollouts so far in it)
+        self._rollout_moments: dict[str, tuple[int, int]] = {}  # mode -> (global step, rollouts in it)
         self._records: list[ShadowMask] | None = None  # of the rows that are being scored
         self._with_teacher = False
         self._last_stats: TokenStats | None = None
@@ -115,10 +115,10 @@ class SMDTrainer(GRPOTrainer):
 
     def _rollout_seed(self) -> int:
         """A new seed per rollout that depends only on the run's seed and progress, so runs repeat."""
-        step, count = self._rollout_moment
-        count = count + 1 if step == self.state.global_step else 0
-        self._rollout_moment = (self.state.global_step, count)
         mode = "train" if self.model.training else "eval"
+        step, count = self._rollout_moments.get(mode, (-1, 0))
+        count = count + 1 if step == self.state.global_step else 0
+        self._rollout_moments[mode] = (self.state.global_step, count)
         key = (self.args.seed, mode, self.state.global_step, count, self.accelerator.process_index)
         return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:7], "big")
 
@@ -235,7 +235,9 @@ class SMDTrainer(GRPOTrainer):
         self._log("staleness/kl", staleness_kl(shadow, sparse))
         for name, value in information_gap(shadow, stats.teacher_logprobs, stats.kl.detach()).items():
             self._log(name, value, worst="min" if name.endswith("p5") else None)
-        if "old_per_token_logps" not in inputs and self._rollout_moment[0] == self.state.global_step:
+        mode = "train" if self.model.training else "eval"
+        fresh = self._rollout_moments[mode][0] == self.state.global_step  # same weights as the sampler's
+        if "old_per_token_logps" not in inputs and fresh:
             self._check_sampling_gap(inputs, _pad(shadow, lengths, width))
 
     def _check_sampling_gap(self, inputs: dict[str, Any], logprobs: Tensor) -> None:
@@ -251,6 +253,17 @@ class SMDTrainer(GRPOTrainer):
         if self.args.bf16:
             return torch.bfloat16
         return torch.float16 if self.args.fp16 else base_model(self.model).dtype
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's, but a worst case over micro-batches stays one: TRL would average it."""
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, values in metrics.items():
+            if values and name.startswith(("sampling_gap/", "information_gap/")):
+                if name.endswith(("/max", "/p99")):
+                    metrics[name] = [max(values)]
+                elif name.endswith("/agreement_p5"):
+                    metrics[name] = [min(values)]
+        super().log(logs, start_time)
 
     def _log(self, name: str, value: float, worst: str | None = None) -> None:
         """Append a metric; over processes its mean, or its worst side (``"max"``, ``"min"``)."""
@@ -298,7 +311,7 @@ def _pad(values: Float[Tensor, " targets"], lengths: list[int], width: int) -> T
 def _cat(parts: list[TokenStats]) -> TokenStats:
     if len(parts) == 1:
         return parts[0]
-    columns = []
-    for column in zip(*parts, strict=True):
-        columns.append(None if column[0] is None else torch.cat(list(column)))
+    columns: list[Any] = [
+        None if column[0] is None else torch.cat(list(column)) for column in zip(*parts, strict=True)
+    ]
     return TokenStats(*columns)

@@ -1,0 +1,1 @@
+"""The subcommands of ``shadowmask``, one module each with ``main(argv)``."""

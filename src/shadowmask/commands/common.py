@@ -1,0 +1,152 @@
+"""What several commands need: parsing, loading models, importing a user's reward function."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from shadowmask.commands.errors import UserError
+from trl import TrlParser
+
+DEMO_MODEL = "demo"
+
+
+class _Parser(TrlParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)  # argparse would print a usage of several hundred flags
+
+
+def parse(kinds: Sequence[type], arguments: Sequence[str], command: str, about: str) -> tuple[Any, ...]:
+    """Parse flags and ``--config file.yaml`` into dataclasses. Flags win over the file.
+
+    Raises:
+        UserError: a config file that is missing or no mapping, or a key that no dataclass has.
+    """
+    arguments = _with_equals_split(arguments)
+    parser = _Parser(list(kinds), prog=f"shadowmask {command}", description=about, allow_abbrev=False)
+    if {"--help", "-h"} & set(arguments):
+        print(help_text(kinds, command, about))
+        raise SystemExit(0)
+    if "--config" in arguments:
+        place = arguments.index("--config")
+        if place + 1 == len(arguments):
+            raise UserError("--config needs a file")
+        if not Path(arguments[place + 1]).is_file():
+            raise UserError(f"config file {arguments[place + 1]!r} does not exist")
+    _check_flags(parser, arguments)
+    try:
+        return parser.parse_args_and_config(arguments)
+    except yaml.YAMLError as error:
+        raise UserError(f"config file is not valid YAML: {error}") from error
+
+
+# of the several hundred settings that TRL and transformers add, those that most runs touch
+COMMON = (
+    *("output_dir", "max_steps", "num_train_epochs", "learning_rate", "per_device_train_batch_size"),
+    *("gradient_accumulation_steps", "num_generations", "max_completion_length", "temperature", "beta"),
+    *("loss_type", "num_iterations", "bf16", "gradient_checkpointing", "save_steps", "logging_steps"),
+    *("report_to", "seed", "model_name_or_path", "dtype", "use_peft", "lora_r", "lora_alpha"),
+)
+
+
+def help_text(kinds: Sequence[type], command: str, about: str) -> str:
+    """What a newcomer needs to know: our own settings in full, of the inherited ones the common."""
+    lines = [f"usage: shadowmask {command} [--config file.yaml] [--setting value ...]", "", about, ""]
+    inherited: list[str] = []
+    for kind in kinds:
+        own = inspect.get_annotations(kind)
+        for spec in dataclasses.fields(kind):
+            text = f"  --{spec.name:28} {_help_of(spec)}"
+            if spec.name in COMMON:
+                inherited.append(text)
+            elif spec.name in own and kind.__module__.startswith("shadowmask"):
+                lines.append(text)
+    if inherited:
+        lines += ["", "from TRL's GRPOConfig and ModelConfig (every field of them works):", *inherited]
+    return "\n".join(lines)
+
+
+def _help_of(spec: dataclasses.Field[Any]) -> str:
+    text = " ".join(str(spec.metadata.get("help", "")).split())
+    text = text.split(". ")[0] if len(text) > 160 else text
+    has_default = spec.default is not dataclasses.MISSING and spec.default is not None
+    return f"{text} [{spec.default}]" if has_default else text
+
+
+def _with_equals_split(arguments: Sequence[str]) -> list[str]:
+    out: list[str] = []
+    for argument in arguments:
+        out += argument.split("=", 1) if argument.startswith("--") and "=" in argument else [argument]
+    return out
+
+
+def _check_flags(parser: TrlParser, arguments: list[str]) -> None:
+    """Name the nearest flag for a misspelt one; argparse's own message lists hundreds of flags."""
+    known = {option for action in parser._actions for option in action.option_strings} | {"--config"}
+    for argument in arguments:
+        if argument.startswith("--") and argument not in known:
+            near = get_close_matches(argument, known, n=1)
+            hint = f", did you mean {near[0]}?" if near else ""
+            raise UserError(f"unknown setting {argument}{hint}")
+
+
+def load_model(name: str, dtype: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the bundled model (``demo``), a local folder, or a model from the hub.
+
+    Raises:
+        UserError: it is neither, or there is no network to fetch it.
+    """
+    kind = getattr(torch, dtype or "float32", None)
+    if not isinstance(kind, torch.dtype):
+        raise UserError(f"dtype={dtype!r} is not a torch dtype, e.g. float32 or bfloat16")
+    if name == DEMO_MODEL:
+        from shadowmask.demo.model import load_demo_model
+
+        return load_demo_model(kind)
+    if _looks_local(name) and not Path(name).is_dir():
+        raise UserError(f"model folder {name!r} does not exist")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=kind)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"model {name!r} cannot be loaded: not a model folder, not on the hub, or no network ({reason})"
+        ) from error
+    return model, tokenizer
+
+
+def _looks_local(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or (os.sep in name and Path(name).parent.is_dir())
+
+
+def import_function(spec: str) -> Callable[..., Any]:
+    """Import ``module:function``; the working directory counts, as with ``python -m``.
+
+    Raises:
+        UserError: no such module or function.
+    """
+    module_name, _, function_name = spec.partition(":")
+    if not function_name:
+        raise UserError(f"reward {spec!r} must have the form module:function")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UserError(f"reward {spec!r}: cannot import {module_name!r} ({error})") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise UserError(f"reward {spec!r}: {module_name} has no function {function_name!r}")
+    return function

@@ -1,0 +1,284 @@
+"""``shadowmask train``: prompts -> evicted rollouts -> rewards -> replay and distillation -> a run folder.
+
+Without arguments it trains the bundled real model on long-prompt recall with half of its KV cache
+evicted (``configs/demo.yaml``): supervised warm-up (cached), held-out accuracy dense and under the
+training cache, RL, held-out accuracy again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import json
+import os
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedModel, PrinterCallback
+
+from shadowmask.commands.callbacks import Recorder, StopOnInterrupt
+from shadowmask.commands.common import DEMO_MODEL, load_model, parse
+from shadowmask.commands.data import load_data
+from shadowmask.commands.errors import Interrupted, UserError
+from shadowmask.demo.evaluate import Accuracy, greedy_accuracy
+from shadowmask.demo.warmup import WarmupRecipe, warm_model_path
+from shadowmask.eviction import Evictor, get_evictor
+from shadowmask.models import base_model
+from shadowmask.report.plots import plot_run
+from shadowmask.report.progress import ProgressDisplay
+from shadowmask.report.run_folder import RunFolder
+from shadowmask.tasks import RecallTask
+from shadowmask.trl import SMDConfig, SMDTrainer
+from trl import ModelConfig, get_peft_config
+
+ABOUT = """Train a model by RL with evicted rollouts that the learner replays. Without --config and
+--model_name_or_path it runs the CPU demo on the bundled model. Every setting of TRL's GRPOConfig works."""
+
+
+@dataclass
+class TrainArguments:
+    """What to train on. Settings of the method are in ``SMDConfig``."""
+
+    task: str | None = field(default=None, metadata={"help": "A built-in task, e.g. recall."})
+    task_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Settings of the task as JSON, e.g. '{\"num_facts\": 8}'."}
+    )
+    dataset: str | None = field(
+        default=None,
+        metadata={
+            "help": "Instead of a task: a hub data set, or a .jsonl, .json or .parquet file with a "
+            "prompt column."
+        },
+    )
+    dataset_split: str = field(default="train", metadata={"help": "Split of the data set."})
+    reward: str | None = field(
+        default=None, metadata={"help": "Reward function as module:function, in TRL's signature."}
+    )
+    train_size: int = field(default=1024, metadata={"help": "Prompts that a task makes for training."})
+    eval_size: int = field(
+        default=0,
+        metadata={"help": "Held-out prompts, answered greedily before and after the run. 0: none."},
+    )
+    warmup_sft_steps: int = field(
+        default=0,
+        metadata={"help": "Supervised steps of the bundled model on its task before RL (cached)."},
+    )
+    threads: int | None = field(default=None, metadata={"help": "CPU threads. Default: torch's choice."})
+    resume: bool = field(default=False, metadata={"help": "Go on with the run in --output_dir."})
+
+
+def main(argv: Sequence[str]) -> None:
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    kinds = [TrainArguments, SMDConfig, ModelConfig]
+    args, config, model_config = parse(kinds, _with_defaults(list(argv)), "train", ABOUT)
+    config.disable_tqdm = True  # our own display shows the progress
+    Run(args, config, model_config).run()
+
+
+def _with_defaults(argv: list[str]) -> list[str]:
+    """A resumed run takes its own settings; a run without model or config takes the demo's."""
+    if {"--config", "--help", "-h"} & set(argv):
+        return argv
+    if "--resume" in argv and "--output_dir" in argv[:-1]:
+        own = Path(argv[argv.index("--output_dir") + 1]) / "config.yaml"
+        if not own.is_file():
+            raise UserError(f"--resume: {own.parent} is not a run folder (it has no config.yaml)")
+        return ["--config", str(own), *argv]
+    if "--model_name_or_path" in argv:
+        return argv
+    demo = importlib.resources.files("shadowmask") / "configs" / "demo.yaml"
+    defaults = ["--config", str(demo)]
+    if "--output_dir" not in argv:
+        defaults += ["--output_dir", str(_free_folder(Path("runs/demo")))]
+    return [*defaults, *argv]
+
+
+def _free_folder(wanted: Path) -> Path:
+    """``runs/demo``, or the first of ``runs/demo-2``, ``runs/demo-3``, ... that does not exist."""
+    folder, number = wanted, 1
+    while folder.exists():
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+    return folder
+
+
+class Run:
+    """One training run; ``run`` lists its stages in order."""
+
+    def __init__(self, args: TrainArguments, config: SMDConfig, model_config: ModelConfig) -> None:
+        if not model_config.model_name_or_path:
+            raise UserError("name a model: --model_name_or_path with a folder, a hub name, or demo")
+        if args.threads:
+            torch.set_num_threads(args.threads)
+        self.args, self.config, self.model_config = args, config, model_config
+        self.data = load_data(args, config.seed)
+        self.folder = RunFolder(config.output_dir, resume=args.resume)
+        self.display = ProgressDisplay()
+
+    def run(self) -> None:
+        started = time.perf_counter()
+        self.folder.write_config(resolved_settings(self.args, self.config, self.model_config))
+        self.folder.write_versions()
+        checkpoint = last_checkpoint(self.folder.path) if self.args.resume else None
+        model, tokenizer = self._load()
+        trainer = self._make_trainer(model, tokenizer)
+        before = self._evaluate(trainer, "before")
+        with self.display:
+            trainer.train(resume_from_checkpoint=checkpoint)
+        if trainer.state.global_step < trainer.state.max_steps:
+            raise Interrupted(
+                f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}; go on with: "
+                f"shadowmask train --resume --output_dir {shlex.quote(str(self.folder.path))}"
+            )
+        after = self._evaluate(trainer, "after")
+        trainer.save_model(str(self.folder.path / "final"))
+        self._report(trainer, before, after, time.perf_counter() - started)
+
+    def _load(self) -> tuple[PreTrainedModel, Any]:
+        name = str(self.model_config.model_name_or_path)
+        steps = self.args.warmup_sft_steps
+        if not steps:
+            return load_model(name, self.model_config.dtype)
+        if name != DEMO_MODEL or not isinstance(self.data.task, RecallTask):
+            raise UserError(
+                "warmup_sft_steps is for the bundled model and its recall task: give "
+                "--model_name_or_path demo --task recall, or leave it out"
+            )
+        recipe = WarmupRecipe(steps=steps, seed=self.config.seed)
+        path = warm_model_path(self.data.task, recipe, self._show_warmup)
+        return load_model(str(path), self.model_config.dtype)
+
+    def _show_warmup(self, step: int, steps: int, loss: float) -> None:
+        self.display.say(f"supervised warm-up {step}/{steps}: loss {loss:.3f}")
+
+    def _make_trainer(self, model: PreTrainedModel, tokenizer: Any) -> SMDTrainer:
+        recorder = Recorder(self.folder, self.display)
+        trainer = SMDTrainer(
+            model,
+            self.data.reward,
+            self.config,
+            Dataset.from_list(self.data.train),
+            processing_class=tokenizer,
+            peft_config=get_peft_config(self.model_config),
+            callbacks=[recorder, StopOnInterrupt(self.display)],
+        )
+        trainer.remove_callback(PrinterCallback)
+        recorder.trainer = trainer
+        return trainer
+
+    def _evaluate(self, trainer: SMDTrainer, moment: str) -> dict[str, Accuracy]:
+        """Greedy accuracy on the held-out prompts, dense and under the training cache."""
+        if not self.data.held_out:
+            return {}
+        path = self.folder.path / f"accuracy_{moment}.json"
+        if path.is_file():  # a resumed run measured it already
+            stored = json.loads(path.read_text())
+            return {name: Accuracy(**values) for name, values in stored.items()}
+        config = self.config
+        caches: dict[str, tuple[Evictor, int | None]] = {
+            "dense": (get_evictor("dense"), None),
+            "evicted": (config.make_evictor(), config.evict_every),
+        }
+        result = {}
+        for name, (evictor, every) in caches.items():
+            self.display.say(f"held-out accuracy {moment} training, {name} cache ...")
+            result[name] = greedy_accuracy(
+                base_model(trainer.model),
+                trainer.processing_class,
+                self.data.held_out,
+                self.data.reward,
+                evictor,
+                every,
+                config.max_completion_length,
+            )
+        self.folder.write_json(path.name, {name: dataclasses.asdict(a) for name, a in result.items()})
+        for name, accuracy in result.items():
+            self.display.say(f"held-out accuracy {moment} training, {name:7} cache: {accuracy}")
+        return result
+
+    def _report(
+        self,
+        trainer: SMDTrainer,
+        before: dict[str, Accuracy],
+        after: dict[str, Accuracy],
+        seconds: float,
+    ) -> None:
+        metrics = self.folder.read_metrics()
+        marks = {name: (before[name].mean, after[name].mean) for name in before if name in after}
+        plot_run(metrics, self.folder.path / "run.png", accuracies=marks)
+        for line in summary_lines(metrics, before, after, seconds):
+            self.display.say(line)
+        self.display.say(f"metrics, samples, plot (run.png) and model (final/) are in {self.folder.path}")
+
+
+def summary_lines(
+    metrics: list[dict[str, Any]],
+    before: dict[str, Accuracy],
+    after: dict[str, Accuracy],
+    seconds: float,
+) -> list[str]:
+    """What the run showed, in a few lines: reward, accuracy, the gaps, KV bytes, time."""
+    lines = ["", f"trained {len(metrics)} logged steps in {seconds / 60:.1f} min, everything included"]
+    third = max(len(metrics) // 3, 1)
+    if metrics:
+        first, last = (
+            sum(row["reward"] for row in part) / third for part in (metrics[:third], metrics[-third:])
+        )
+        lines.append(
+            f"sampled reward          {first:.3f} (first {third} steps) -> {last:.3f} (last {third})"
+        )
+    for name in after:
+        lines.append(f"held-out, {name:7} cache {before[name]} -> {after[name]}  (n = {after[name].prompts})")
+    gaps = [row for row in metrics if "sampling_gap/max" in row]
+    if gaps:
+        worst = max(row["sampling_gap/max"] for row in gaps)
+        p99 = max(row["sampling_gap/p99"] for row in gaps)
+        lines.append(f"sampling gap            max {worst:.1e}, p99 {p99:.1e} nats: learner = sampler")
+    if metrics:
+        naive = max(row["information_gap/max"] for row in metrics)
+        tail = min(row["information_gap/agreement_p5"] for row in metrics)
+        held = max(row["kv/bytes_peak"] for row in metrics)
+        ratio = max(row["kv/bytes_peak"] / row["kv/bytes_dense"] for row in metrics)
+        lines += [
+            f"a dense learner         would have been off by up to {naive:.1f} nats on the same tokens "
+            f"(5th percentile of agreement {tail:.3f})",
+            f"KV cache                {held / 2**20:.1f} MiB at its peak, at most {ratio:.2f}x of dense",
+        ]
+    return lines
+
+
+def resolved_settings(*groups: Any) -> dict[str, Any]:
+    """Every setting that differs from its default, flat: the result works as a ``--config`` file."""
+    settings: dict[str, Any] = {}
+    for group in groups:
+        for spec in dataclasses.fields(group):
+            value = getattr(group, spec.name)
+            if not spec.init or spec.name in ("resume",) or value == _default(spec):
+                continue
+            if isinstance(value, str | int | float | bool | list | dict) or value is None:
+                settings[spec.name] = getattr(value, "value", value)
+    # derived in __post_init__; given together they contradict each other
+    settings.pop("generation_batch_size", None)
+    return settings
+
+
+def _default(spec: dataclasses.Field[Any]) -> Any:
+    if spec.default_factory is not dataclasses.MISSING:
+        return spec.default_factory()
+    return spec.default
+
+
+def last_checkpoint(folder: Path) -> str | None:
+    """The newest complete checkpoint; one that was cut off while being written is passed over."""
+    found = [
+        path
+        for path in folder.glob("checkpoint-*")
+        if path.name.removeprefix("checkpoint-").isdigit() and (path / "trainer_state.json").is_file()
+    ]
+    return str(max(found, key=lambda path: int(path.name.split("-")[1]))) if found else None

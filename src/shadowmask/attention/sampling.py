@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shadowmask.attention.kernel import (
@@ -12,7 +12,7 @@ from shadowmask.attention.kernel import (
     masked_attention,
     received_attention,
 )
-from shadowmask.cache import LayerSlots, SlotCache
+from shadowmask.cache import SlotCache
 
 
 class PrefillSession:
@@ -64,32 +64,28 @@ class DecodeSession:
         visible = slots.positions >= 0
         if scoring.sliding_window is not None:
             visible = visible & (slots.positions > (self.positions - scoring.sliding_window)[:, None, None])
-        if slots.attention_received is not None:
-            return _attend_and_accumulate(query, slots, visible, scoring)
         # the query heads of one KV head become rows of one product: no key is repeated
         rows, heads = query.shape[:2]
         kv_heads = slots.keys.shape[1]
         grouped = query.reshape(rows, kv_heads, heads // kv_heads, -1)
         mask = visible[:, :, None, :].expand(-1, -1, heads // kv_heads, -1)
+        if slots.attention_received is not None:
+            _accumulate(slots.attention_received, grouped, slots.keys, mask, scoring)
         out = masked_attention(grouped, slots.keys, slots.values, mask, scoring)
         return out.reshape(rows, heads, 1, -1)
 
 
-def _attend_and_accumulate(
-    query: Float[Tensor, "rows heads 1 head_dim"],
-    slots: LayerSlots,
-    visible: Tensor,
+def _accumulate(
+    received: Float[Tensor, "rows kv_heads slots"],
+    query: Float[Tensor, "rows kv_heads per_kv head_dim"],
+    key: Float[Tensor, "rows kv_heads slots head_dim"],
+    visible: Bool[Tensor, "rows kv_heads per_kv slots"],
     scoring: Scoring,
-) -> Float[Tensor, "rows heads 1 value_dim"]:
-    """Attention with its weights at hand, which are added to what each slot has received."""
-    assert slots.attention_received is not None
-    rows, heads = query.shape[:2]
-    kv_heads = slots.keys.shape[1]
-    grouped = query.reshape(rows, kv_heads, heads // kv_heads, -1)
-    logits = scoring.logits(grouped @ slots.keys.transpose(-1, -2))
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    logits = logits.to(wide).masked_fill(~visible[:, :, None, :], -torch.inf)
-    weights = logits.softmax(dim=-1)
-    slots.attention_received += weights.sum(dim=2)
-    out = weights.to(slots.values.dtype) @ slots.values
-    return out.reshape(rows, heads, 1, -1)
+) -> None:
+    """Add the attention weights of one query per row to what each slot has received.
+
+    The outputs do not come from these weights but from the learner's own kernel: in bfloat16 the
+    weights are rounded here and not there, which alone would make up most of the sampling gap.
+    """
+    logits = scoring.logits(query @ key.transpose(-1, -2)).to(received.dtype)
+    received += logits.masked_fill(~visible, -torch.inf).softmax(dim=-1).sum(dim=2)

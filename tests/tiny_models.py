@@ -29,7 +29,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from shadowmask import RolloutBatch, RolloutEngine, get_evictor
+from shadowmask import RolloutBatch, RolloutEngine, get_evictor, prepare_model
 from shadowmask.eviction import EVICTORS, Evictor
 
 EOS = 1
@@ -124,6 +124,11 @@ def make_model(
     if dtype == torch.float64:
         widen_norms(model)
     return model
+
+
+def make_learner(family: str = "llama-gqa", dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """A fresh model with our attention installed, as ``smd_loss`` and the scoring functions want it."""
+    return prepare_model(make_model(family, dtype))
 
 
 @functools.cache

@@ -22,6 +22,9 @@ WRONG_RECORD = 1e-3
 # Gradients in float64, relative to the largest entry of the reference's gradient: sums over some
 # hundred tokens, so a few more digits than a single log-probability are lost.
 GRADIENT_FLOAT64 = 1e-10
+# Mixture of experts: transformers computes the router's softmax in float32, so the gradient through it
+# is rounded to 1e-7 of its own size, a small part of the whole.
+GRADIENT_ROUTER = 1e-7
 # The same in float32.
 GRADIENT_FLOAT32 = 2e-5
 # A gradient that must differ (negative controls) does so by at least this fraction.

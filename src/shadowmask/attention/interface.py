@@ -118,6 +118,6 @@ def run_decoder(
     if missing:
         raise RecordError(
             f"{type(decoder).__name__}: layers {sorted(missing)} did not use the attention session, so "
-            "their evictions cannot be replayed"
+            "their evictions cannot be replayed. Was the model prepared with shadowmask.prepare_model?"
         )
     return outputs.last_hidden_state

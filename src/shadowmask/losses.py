@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -76,7 +76,7 @@ def clipped_policy_loss(
 
 def aggregate(
     per_token: Float[Tensor, "completions tokens"],
-    mask: Float[Tensor, "completions tokens"] | Bool[Tensor, "completions tokens"],
+    mask: Shaped[Tensor, "completions tokens"],
     loss_type: str,
     max_completion_length: int | None = None,
     num_items: Float[Tensor, ""] | float | None = None,
@@ -84,6 +84,7 @@ def aggregate(
     """Average per-token terms as TRL's ``loss_type`` of that name does.
 
     Args:
+        mask: nonzero where a token counts (bool, or integers as TRL has them).
         max_completion_length: the constant length that ``dr_grpo`` divides by.
         num_items: tokens of the whole batch for ``dapo``; by default those of ``mask``.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shadowmask.attention.interface import install
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
 
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -29,7 +31,7 @@ class OutputHead:
     softcap: float | None = None
 
 
-def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
+def prepare_model(model: ModelT) -> ModelT:
     """Check that eviction can be replayed exactly in this model and install our attention.
 
     Accepts a PEFT model too (its base model is prepared). The model is otherwise unchanged: called

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from shadowmask.commands.errors import UserError
 from trl import TrlParser
@@ -107,6 +108,8 @@ def load_model(name: str, dtype: str | None) -> tuple[PreTrainedModel, PreTraine
     Raises:
         UserError: it is neither, or there is no network to fetch it.
     """
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()  # control characters help nobody in a log
     kind = getattr(torch, dtype or "float32", None)
     if not isinstance(kind, torch.dtype):
         raise UserError(f"dtype={dtype!r} is not a torch dtype, e.g. float32 or bfloat16")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from datasets import disable_progress_bars, load_dataset
+from datasets.exceptions import DatasetGenerationError
 
 from shadowmask.commands.common import import_function
 from shadowmask.commands.errors import UserError
@@ -62,12 +66,13 @@ def _as_dict(settings: dict[str, Any] | str | None) -> dict[str, Any]:
 
 
 def _load_rows(name: str, split: str) -> list[dict[str, Any]]:
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetGenerationError
-
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     kind = FILES.get(Path(name).suffix)
     if kind and not Path(name).is_file():
         raise UserError(f"data file {name!r} does not exist")
+    if kind and not Path(name).stat().st_size:
+        raise UserError(f"data file {name!r} is empty")
     try:
         if kind:
             loaded = load_dataset(kind, data_files=name, split="train")

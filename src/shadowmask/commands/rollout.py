@@ -159,7 +159,7 @@ def summary(batch: RolloutBatch, model: Any, seconds: float) -> list[str]:
         "",
         f"prompt        {prompt} tokens, {gone:.0%} of its keys evicted at the end",
         f"visible keys  {seen:.0%} of a dense cache's, mean of completion tokens",
-        f"KV cache      {held / 2**20:.2f} MiB at its peak, dense {would / 2**20:.2f} MiB: {held / would:.2f}x",
+        f"KV cache      {held / 2**20:.2f} MiB peak, dense {would / 2**20:.2f} MiB, {held / would:.2f}x",
         f"sampled       {sampled} tokens in {seconds:.1f} s",
         f"sampling gap  max {gap['sampling_gap/max']:.1e}, p99 {gap['sampling_gap/p99']:.1e} nats (replayed)",
         f"dense learner max {naive['sampling_gap/max']:.1e}, mean {naive['sampling_gap/mean']:.1e} nats off",

@@ -13,6 +13,7 @@ import json
 import os
 import shlex
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,13 @@ from trl import ModelConfig, get_peft_config
 
 ABOUT = """Train a model by RL with evicted rollouts that the learner replays. Without --config and
 --model_name_or_path it runs the CPU demo on the bundled model. Every setting of TRL's GRPOConfig works."""
+
+
+@dataclass
+class ReplayableModelConfig(ModelConfig):
+    """TRL's, with LoRA's dropout off: what is dropped in the learner was not dropped in the sampler."""
+
+    lora_dropout: float = field(default=0.0, metadata={"help": "LoRA dropout; replay needs 0."})
 
 
 @dataclass
@@ -75,9 +83,12 @@ class TrainArguments:
 
 def main(argv: Sequence[str]) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    kinds = [TrainArguments, SMDConfig, ModelConfig]
+    # TRL 1.16 uses old names of transformers 5.24; nothing that the reader of a run could change
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    kinds = [TrainArguments, SMDConfig, ReplayableModelConfig]
     args, config, model_config = parse(kinds, _with_defaults(list(argv)), "train", ABOUT)
     config.disable_tqdm = True  # our own display shows the progress
+    config.dataloader_pin_memory = torch.cuda.is_available()
     Run(args, config, model_config).run()
 
 

@@ -1,0 +1,171 @@
+"""``shadowmask train`` as a user runs it: a run folder, the same numbers twice, resume, bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shadowmask.cli import main
+from shadowmask.commands.train import last_checkpoint
+from tolerances import FLOAT32
+
+
+def read_metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def comparable(rows: list[dict]) -> list[dict]:
+    timed = ("time", "runtime", "per_second")
+    return [{k: v for k, v in row.items() if not any(word in k for word in timed)} for row in rows]
+
+
+def test_a_run_leaves_everything_behind(workplace: Path, settings: list[str]) -> None:
+    assert main(["train", *settings, "--eval_size", "2"]) == 0
+    run = workplace / "run"
+    rows = read_metrics(run)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        assert row["sampling_gap/max"] <= FLOAT32
+        assert row["information_gap/max"] > 100 * FLOAT32  # eviction did bite: dense is off
+        assert 0 < row["kv/retained_fraction"] < 1
+        assert 0 < row["kv/bytes_peak"] < row["kv/bytes_dense"]
+        assert {"reward", "smd/distill_kl", "staleness/kl", "information_gap/agreement_p5"} <= row.keys()
+    assert yaml.safe_load((run / "config.yaml").read_text())["evict_every"] == 4
+    assert json.loads((run / "versions.json").read_text())["trl"]
+    assert len((run / "samples.jsonl").read_text().splitlines()) == 12
+    assert set(json.loads((run / "accuracy_after.json").read_text())) == {"dense", "evicted"}
+    assert (run / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "final" / "model.safetensors").is_file()
+    assert not list(run.rglob("*.partial"))
+
+
+def test_the_same_seed_gives_the_same_numbers(workplace: Path, settings: list[str]) -> None:
+    assert main(["train", *settings]) == 0
+    assert main(["train", *settings, "--output_dir", "again"]) == 0
+    assert main(["train", *settings, "--output_dir", "other", "--seed", "4"]) == 0
+    first, again, other = (comparable(read_metrics(workplace / n)) for n in ("run", "again", "other"))
+    assert first == again
+    assert first != other
+
+
+def test_the_config_of_a_run_repeats_it(workplace: Path, settings: list[str]) -> None:
+    assert main(["train", *settings]) == 0
+    assert main(["train", "--config", "run/config.yaml", "--output_dir", "again"]) == 0
+    assert comparable(read_metrics(workplace / "run")) == comparable(read_metrics(workplace / "again"))
+
+
+def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(workplace: Path, settings: list[str]) -> None:
+    settings = [*settings, "--max_steps", "6"]
+    assert main(["train", *settings, "--output_dir", "whole"]) == 0
+    command = [sys.executable, "-m", "shadowmask.cli", "train", *settings]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        metrics = workplace / "run" / "metrics.jsonl"
+        while not (metrics.is_file() and metrics.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert "--resume --output_dir run" in errors
+    stopped = len(read_metrics(workplace / "run"))
+    assert 1 <= stopped < 6, "the run was over before the signal came"
+    assert main(["train", "--resume", "--output_dir", "run"]) == 0
+    assert comparable(read_metrics(workplace / "run")) == comparable(read_metrics(workplace / "whole"))
+
+
+def test_a_half_written_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    for step, complete in ((2, True), (10, True), (12, False)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if complete:
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").touch()
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+    assert last_checkpoint(tmp_path / "checkpoint-2") is None
+
+
+def test_lora_saves_an_adapter(workplace: Path, settings: list[str]) -> None:
+    assert main(["train", *settings, "--use_peft", "--lora_r", "4"]) == 0
+    assert (workplace / "run" / "final" / "adapter_model.safetensors").is_file()
+    assert not (workplace / "run" / "final" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (["--evictor", "snapvk"], "Did you mean 'snapkv'"),
+        (["--budget", "8"], "below num_sinks=2 + recent_window=4"),
+        (["--compression_ratio", "1.0"], "outside [0, 1)"),
+        (["--reward", "tiny_rewards:short"], "returned 1 values for 8 completions"),
+        (["--reward", "tiny_rewards:nan"], "returned nan for completion 0"),
+        (["--reward", "tiny_rewards:broken"], "cannot score this"),
+        (["--reward", "tiny_rewards:missing"], "has no function 'missing'"),
+        (["--reward", "no_such_module:f"], "cannot import 'no_such_module'"),
+        (["--dataset", "nothing.jsonl"], "does not exist"),
+        (["--dataset", "empty.jsonl"], "empty.jsonl"),
+        (["--dataset", "columns.jsonl"], "no column 'prompt'; its columns are question"),
+        (["--model_name_or_path", "./nothing"], "does not exist"),
+        (["--model_name_or_path", "nobody/nothing"], "no network"),
+        (["--top_k", "50"], "top_k=50"),
+        (["--temperature", "0"], "temperature=0.0 must be positive"),
+        (["--distil_coef", "0.2"], "did you mean --distill_coef"),
+        (["--max_steps", "many"], "invalid int value: 'many'"),
+        (["--config", "nothing.yaml"], "does not exist"),
+        (["--resume", "--output_dir", "nowhere"], "not a run folder"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    workplace: Path, settings: list[str], capfd: pytest.CaptureFixture[str], change: list[str], said: str
+) -> None:
+    (workplace / "empty.jsonl").write_text("")
+    (workplace / "columns.jsonl").write_text('{"question": "1"}\n')
+    if change[0] == "--budget":
+        change = [
+            *change,
+            "--evictor_kwargs",
+            '{"observation_window": 4, "num_sinks": 2, "recent_window": 8}',
+        ]
+        said = "below num_sinks=2 + recent_window=8"
+    arguments = change if "--resume" in change else [*settings, *change]
+    assert main(["train", *arguments]) == 1
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("shadowmask train:")]
+    assert len(errors) == 1
+    assert said in errors[0]
+
+
+def test_a_run_is_not_overwritten(
+    workplace: Path, settings: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    (workplace / "run").mkdir()
+    (workplace / "run" / "thesis.txt").write_text("years of work")
+    assert main(["train", *settings]) == 1
+    assert "not empty" in capfd.readouterr().err
+    assert [path.name for path in (workplace / "run").iterdir()] == ["thesis.txt"]
+
+
+def test_the_demo_on_the_bundled_model(workplace: Path) -> None:
+    """The real command on the real model, cut down to two steps of four short completions."""
+    pytest.importorskip("gguf")
+    arguments = [
+        *("--max_steps", "2", "--per_device_train_batch_size", "4", "--num_generations", "2"),
+        *("--warmup_sft_steps", "0", "--eval_size", "2", "--save_steps", "100", "--output_dir", "demo"),
+        *("--task_kwargs", '{"num_facts": 4, "num_fillers": 4}', "--temperature", "1.5"),
+    ]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "shadowmask.cli", "train", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert "held-out accuracy before training, evicted cache" in done.stdout
+    assert "step 2/2" in done.stdout
+    rows = read_metrics(workplace / "demo")
+    assert len(rows) == 2
+    for row in rows:
+        assert row["sampling_gap/max"] <= 1e-4  # the limit for this 30-layer model
+        assert row["information_gap/max"] > 1e-2
+        assert row["kv/bytes_peak"] < row["kv/bytes_dense"]

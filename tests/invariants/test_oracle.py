@@ -164,9 +164,7 @@ def spying(name: str, log: list[tuple[int, Tensor, Tensor]]) -> Any:
             self.layer = view.layer
             return super().score(view)
 
-        def select(
-            self, scores: Tensor, positions: Tensor, query_positions: Tensor, *limits: Tensor
-        ) -> Tensor:
+        def select(self, scores: Tensor, positions: Tensor, queries: Tensor, *limits: Tensor) -> Tensor:
             keep = super().select(scores, positions, queries, *limits)
             kept = torch.where(keep, positions, -1)
             log.append((self.layer, queries.clone(), kept.clone()))

@@ -1,0 +1,199 @@
+"""The memory claim: slots are the budget, allocated once, and no full prompt outlives its layer."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shadowmask.rollout
+from shadowmask import RolloutBatch, RolloutEngine, get_evictor, shadow_logprobs
+from shadowmask.attention import replay
+from shadowmask.cache import LayerSlots, SlotCache, slot_bytes
+from tiny_models import make_evictor, make_learner, make_model, make_prompts, rollout
+
+PROMPT, LONG_BUDGET, NEW, EVERY = 4096, 512, 12, 4
+LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 16
+
+
+class Watched(SlotCache):
+    """A slot cache that remembers itself and the prompts that it was handed."""
+
+    made: list[Watched]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        Watched.made.append(self)
+        self.prompt_tensors: list[tuple[int, weakref.ref[torch.Tensor]]] = []
+        self.alive_at_prefill: list[int] = []
+        self.pointers: list[dict[int, tuple[int, int, int]]] = []
+
+    def prefill(self, layer: int, rows: slice, query: Any, key: Any, value: Any, *rest: Any) -> None:
+        self.alive_at_prefill.append(sum(ref() is not None for n, ref in self.prompt_tensors if n != layer))
+        super().prefill(layer, rows, query, key, value, *rest)
+        self.prompt_tensors += [(layer, weakref.ref(x)) for x in (key, value)]
+
+    def evict(self, query_positions: Any) -> None:
+        self.note()
+        super().evict(query_positions)
+        self.note()
+
+    def note(self) -> None:
+        self.pointers.append(
+            {
+                n: (slots.keys.data_ptr(), slots.values.data_ptr(), slots.positions.data_ptr())
+                for n, slots in self.layers.items()
+            }
+        )
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> type[Watched]:
+    Watched.made = []
+    monkeypatch.setattr(shadowmask.rollout, "SlotCache", Watched)
+    return Watched
+
+
+def long_rollout(evictor: str = "snapkv", evict_every: int | None = EVERY, group: int = 2) -> RolloutBatch:
+    settings = {} if evictor == "recent" else {"num_sinks": 4}
+    engine = RolloutEngine(
+        make_model(dtype=torch.float32),
+        None,
+        get_evictor(evictor, budget=LONG_BUDGET, **settings),
+        evict_every,
+    )
+    return engine.generate(
+        make_prompts((PROMPT,)), group_size=group, max_new_tokens=NEW, stop_token_ids=[], seed=0
+    )
+
+
+@pytest.mark.parametrize("evict_every", [None, EVERY])
+def test_slots_are_the_budget_after_a_long_prompt(watched: type[Watched], evict_every: int | None) -> None:
+    batch = long_rollout(evict_every=evict_every)
+    (cache,) = watched.made
+    expected = LONG_BUDGET + (NEW if evict_every is None else EVERY)
+    assert len(cache.layers) == LAYERS
+    for slots in cache.layers.values():
+        assert slots.keys.shape == slots.values.shape == (2, KV_HEADS, expected, HEAD_DIM)
+        held = (slots.positions >= 0).sum(-1)
+        decoded = NEW - 1 if evict_every is None else (NEW - 1) % EVERY
+        assert held.unique().tolist() == [LONG_BUDGET + decoded]
+    after_prefill = (batch.shadow[0].evicted_at[..., :PROMPT] > PROMPT).sum(-1)
+    assert after_prefill.unique().tolist() == [LONG_BUDGET]
+    one_layer = slot_bytes(1, KV_HEADS, HEAD_DIM, HEAD_DIM, itemsize=4)
+    assert batch.kv_bytes_peak == one_layer * (LAYERS * 2 * expected + PROMPT)
+
+
+def test_no_prompt_outlives_its_layer(watched: type[Watched], monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a layer is evicted no other layer's full keys exist, and when decoding starts none does."""
+    survivors: list[tuple[int, ...]] = []
+    original = shadowmask.rollout._Rollout._decode
+
+    def looking(self: Any, *args: Any) -> Any:
+        if not survivors:
+            gc.collect()
+            shapes = [tuple(x.shape) for x in gc.get_objects() if type(x) is torch.Tensor]
+            survivors.extend(s for s in shapes if len(s) >= 3 and PROMPT in s[-2:])
+            survivors.append(())
+        return original(self, *args)
+
+    monkeypatch.setattr(shadowmask.rollout._Rollout, "_decode", looking)
+    long_rollout()
+    (cache,) = watched.made
+    assert cache.alive_at_prefill == [0] * LAYERS
+    assert all(ref() is None for _, ref in cache.prompt_tensors)
+    assert survivors == [()], "a tensor as long as the prompt survived the prefill"
+
+
+def test_slots_never_move(watched: type[Watched]) -> None:
+    rollout(make_model(), "snapkv", evict_every=3)
+    (cache,) = watched.made
+    assert len(cache.pointers) > 10
+    assert all(pointers == cache.pointers[0] for pointers in cache.pointers)
+
+
+def test_bytes_by_formula_are_the_bytes_of_the_slots(watched: type[Watched]) -> None:
+    for family, heads in (("llama-mha", 4), ("llama-gqa", 2), ("llama-mqa", 1)):
+        for dtype, itemsize in ((torch.float32, 4), (torch.bfloat16, 2)):
+            batch = rollout(make_model(family, dtype), "recent", evict_every=5)
+            cache = watched.made[-1]
+            per_token = slot_bytes(LAYERS, heads, HEAD_DIM, HEAD_DIM, itemsize)
+            rows, slots = 12, 12 + 5
+            assert cache.nbytes == per_token * rows * slots
+            assert cache.nbytes == sum(
+                x.untyped_storage().nbytes() for s in cache.layers.values() for x in (s.keys, s.values)
+            )
+            longest_prompt = max(map(len, batch.prompt_ids))
+            assert batch.kv_bytes_peak == cache.nbytes + per_token // LAYERS * longest_prompt
+            prompts = batch.prompts_per_completion
+            fed = [len(p) + len(c) - 1 for p, c in zip(prompts, batch.completion_ids, strict=True)]
+            assert batch.kv_bytes_dense == per_token * sum(fed)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the largest floating-point or boolean tensor that any operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+        self.shape: tuple[int, ...] = ()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, torch.Tensor) and x.untyped_storage().nbytes() >= x.numel():
+                held = min(x.numel(), x.untyped_storage().nbytes() // x.element_size())
+                if held > self.elements:
+                    self.elements, self.shape = held, tuple(x.shape)
+        return out
+
+
+@pytest.mark.parametrize("evictor", ["snapkv", "h2o"])
+def test_no_tensor_is_tokens_by_tokens(evictor: str) -> None:
+    """Neither sampler nor learner makes a T x T tensor, not even for one head."""
+    batch = long_rollout(evictor, group=1)
+    with LargestTensor() as sampler:
+        long_rollout(evictor, group=1)
+    model = make_learner(dtype=torch.float32)
+    with torch.no_grad(), LargestTensor() as learner:
+        shadow_logprobs(model, batch)
+    for largest in (sampler, learner):
+        assert 0 < largest.elements < PROMPT * PROMPT // 2, largest.shape
+    # control: the plain dense forward does make one, and the watch sees it
+    with torch.no_grad(), LargestTensor() as plain:
+        model(torch.tensor(batch.prompt_ids))
+    assert plain.elements >= PROMPT * PROMPT
+
+
+def test_the_learner_attends_to_what_was_kept_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Completion rows gather the prompt keys that some member still sees: budget-sized, not prompt-sized."""
+    batch = long_rollout("recent", group=2)
+    model = make_learner(dtype=torch.float32)
+    seen: list[int] = []
+    original = replay.chunked_attention
+
+    def counting(query: Any, key: Any, *rest: Any) -> Any:
+        seen.append(key.shape[2])
+        return original(query, key, *rest)
+
+    monkeypatch.setattr(replay, "chunked_attention", counting)
+    with torch.no_grad():
+        shadow_logprobs(model, batch)
+    assert seen and max(seen) == LONG_BUDGET + NEW - 1
+
+
+def test_layers_are_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    original = LayerSlots.__init__
+
+    def counting(self: Any, *args: Any) -> None:
+        made.append(1)
+        original(self, *args)
+
+    monkeypatch.setattr(LayerSlots, "__init__", counting)
+    rollout(make_model(), make_evictor("h2o"), evict_every=3)
+    assert len(made) == LAYERS

@@ -68,7 +68,23 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
         return "it has attention sinks as parameters"
     if not model._supports_attention_backend:
         return "it does not take attention functions from the registry"
+    extra = _parameters_behind_decoder(model)
+    if extra:
+        return f"its output head is more than one projection ({extra[0]})"
     return _unsupported_setting(model, config)
+
+
+def _parameters_behind_decoder(model: PreTrainedModel) -> list[str]:
+    """Parameters that are neither the decoder's nor the last projection's.
+
+    We take hidden states from the decoder and project them ourselves, so such a layer would be left out
+    by sampler and learner alike: they would agree with each other and not with the model (BERT's family,
+    ModernBERT's decoder).
+    """
+    known = {id(p) for p in decoder(model).parameters()}
+    head = model.get_output_embeddings()
+    known |= {id(p) for p in head.parameters()} if head is not None else set()
+    return [name for name, p in model.named_parameters() if id(p) not in known]
 
 
 def _unsupported_setting(model: PreTrainedModel, config: PretrainedConfig) -> str | None:

@@ -72,6 +72,11 @@ def shadowmask_attention(
 def _plain_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring
 ) -> Tensor:
+    if mask is not None and mask.shape[-1] != key.shape[2]:
+        raise RecordError(
+            f"a mask for {mask.shape[-1]} keys where there are {key.shape[2]}: the model does not hand the "
+            "attention session down to its layers, so its evictions cannot be replayed"
+        )
     if mask is not None and mask.dtype != torch.bool:
         mask = mask >= 0  # an additive mask made by somebody else
     out = masked_attention(query, key, value, mask, scoring)

@@ -13,6 +13,7 @@ from shadowmask.attention.kernel import (
     received_attention,
 )
 from shadowmask.cache import SlotCache
+from shadowmask.record import RecordError
 
 
 class PrefillSession:
@@ -32,7 +33,7 @@ class PrefillSession:
         value: Float[Tensor, "1 kv_heads prompt value_dim"],
         scoring: Scoring,
     ) -> Float[Tensor, "1 heads prompt value_dim"]:
-        self.layers_served.add(layer)
+        _serve_once(self.layers_served, layer)
         out = causal_attention(query, key, value, scoring)
         received = None
         if self.cache.plan.accumulates_attention:
@@ -58,7 +59,7 @@ class DecodeSession:
         value: Float[Tensor, "rows kv_heads 1 value_dim"],
         scoring: Scoring,
     ) -> Float[Tensor, "rows heads 1 value_dim"]:
-        self.layers_served.add(layer)
+        _serve_once(self.layers_served, layer)
         slots = self.cache.layers[layer]
         slots.append(query, key, value, self.positions)
         visible = slots.positions >= 0
@@ -73,6 +74,13 @@ class DecodeSession:
             _accumulate(slots.attention_received, grouped, slots.keys, mask, scoring)
         out = masked_attention(grouped, slots.keys, slots.values, mask, scoring)
         return out.reshape(rows, heads, 1, -1)
+
+
+def _serve_once(layers_served: set[int], layer: int) -> None:
+    """Note that a layer attended; raise if it did before (differential attention, looped layers)."""
+    if layer in layers_served:
+        raise RecordError(f"layer {layer} attends more than once per forward, which no record describes")
+    layers_served.add(layer)
 
 
 def _accumulate(

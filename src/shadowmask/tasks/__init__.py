@@ -19,7 +19,7 @@ def get_task(name: str, **kwargs) -> Task:
     """Build the task `name`; `kwargs` are its own settings.
 
     >>> get_task("recall", num_facts=4).dataset("eval", size=1, seed=0)[0]["answer"]
-    '3614'
+    '522'
 
     Raises:
         ValueError: for an unknown name, with the nearest known one, or for a bad setting.

@@ -1,14 +1,14 @@
 """Key-value recall: read a list of prices among other sentences, then give one of them.
 
-    The cart stands beside the old fountain. The apple costs 4273 dollars. ... The pear costs 1720
+    The cart stands beside the old fountain. The apple costs 427 dollars. ... The pear costs 172
     dollars.
     Question: How much does the pear cost?
-    Answer: 1720
+    Answer: 172
 
 The answer takes several tokens. The first is chosen with the whole prompt in view, the others by
 queries that come after the eviction, so a cache that lost the fact shows in the reward. Facts set
-the difficulty, fillers the length: about 10 and 8 tokens each with the tokenizer of the demo model,
-190 tokens for the defaults.
+the difficulty, fillers the length: about 9 and 8 tokens each with the tokenizer of the demo model,
+180 tokens for the defaults.
 """
 
 import hashlib
@@ -71,7 +71,7 @@ class RecallTask(Task):
     """How many items have a price; the chance of a blind guess among them is one over this."""
     num_fillers: int = 10
     """Sentences without a price, shuffled among the facts. They only lengthen the prompt."""
-    price_digits: int = 4
+    price_digits: int = 3
     """Each digit is looked up by a query of its own, after the eviction: more digits, more loss."""
     questions_per_document: int = 1
     """Consecutive rows that ask about different items of one document."""

@@ -9,9 +9,9 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 
-from shadowmask import RecordError, RolloutEngine, UnsupportedModelError, prepare_model
+from shadowmask import RecordError, RolloutEngine, UnsupportedModelError, prepare_model, shadow_logprobs
 from shadowmask.models import base_model, num_layers, output_head, unsupported_reason
-from tiny_models import FAMILIES, VOCAB, make_evictor, make_learner, make_model, make_prompts
+from tiny_models import FAMILIES, VOCAB, make_evictor, make_learner, make_model, make_prompts, shared_rollout
 from tolerances import FLOAT32, FLOAT64
 
 SMALL: dict[str, Any] = {
@@ -48,6 +48,11 @@ def gpt2(**config: Any) -> transformers.PreTrainedModel:
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": VOCAB, "eos_token_id": 1}
     with torch.device("meta"):
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes | config))
+
+
+def build_gemma3(**config: Any) -> transformers.PreTrainedModel:
+    with torch.device("meta"):
+        return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SMALL, **config))
 
 
 def rope(kind: str) -> dict[str, Any]:
@@ -87,24 +92,22 @@ REFUSED = {
     "dynamic rope": (lambda: build("Llama", **SMALL, **rope("dynamic")), r"rotary embedding \['dynamic'\]"),
     "long rope": (lambda: build("Llama", **SMALL, **rope("longrope")), r"rotary embedding \['longrope'\]"),
     "bidirectional": (
-        lambda: (
-            build("Gemma3", **SMALL, use_bidirectional_attention=True)
-            if hasattr(transformers, "Gemma3Config") and False
-            else _gemma3_bidirectional()
-        ),
+        lambda: build_gemma3(use_bidirectional_attention=True),
         "its attention is not causal",
+    ),
+    "random routing": (
+        lambda: build("Phimoe", **without("head_dim"), num_local_experts=2, num_experts_per_tok=1),
+        "its experts are drawn at random",
+    ),
+    "jitter in routing": (
+        lambda: build("Mixtral", **SMALL, num_local_experts=2, router_jitter_noise=0.1),
+        "router_jitter_noise=0.1",
     ),
     "head with a transform": (
         lambda: build("ModernBertDecoder", **without("head_dim", "num_key_value_heads"), bos_token_id=2),
         r"its output head is more than one projection \(lm_head\.dense\.weight\)",
     ),
 }
-
-
-def _gemma3_bidirectional() -> transformers.PreTrainedModel:
-    config = transformers.Gemma3TextConfig(**SMALL, use_bidirectional_attention=True)
-    with torch.device("meta"):
-        return transformers.Gemma3ForCausalLM(config)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -209,10 +212,15 @@ def test_differential_attention_is_one_clear_error() -> None:
         engine.generate(make_prompts((5,)), max_new_tokens=3)
 
 
-def test_a_model_without_our_attention_is_told_to_prepare() -> None:
-    from shadowmask import shadow_logprobs
-    from tiny_models import shared_rollout
+def test_a_mask_of_the_models_own_is_one_clear_error() -> None:
+    """Doge hides keys by a learned rule of its own; a record does not know about it."""
+    config = transformers.DogeConfig(**without("head_dim"), keep_window_size=4)
+    engine = RolloutEngine(transformers.DogeForCausalLM(config).eval(), None, make_evictor("recent"))
+    with pytest.raises(RecordError, match="makes an attention mask of its own"):
+        engine.generate(make_prompts((9,)), max_new_tokens=3)
 
+
+def test_a_model_without_our_attention_is_told_to_prepare() -> None:
     with pytest.raises(RecordError, match="prepare_model"):
         shadow_logprobs(make_model(), shared_rollout())
     shadow_logprobs(make_learner(), shared_rollout())

@@ -62,6 +62,8 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
         return "multi-head latent attention (MLA) caches latents that all heads share"
     if getattr(config, "num_kv_shared_layers", 0):
         return "some layers reuse the keys of other layers"
+    if config.model_type == "phimoe":
+        return "in training its experts are drawn at random, and its attention is not told its window"
     if getattr(config, "use_bidirectional_attention", False):
         return "its attention is not causal"
     if any(name.rsplit(".", 1)[-1] == "sinks" for name, _ in model.named_parameters()):
@@ -94,6 +96,9 @@ def _unsupported_setting(model: PreTrainedModel, config: PretrainedConfig) -> st
     active = [name for name, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0]
     if active:
         return f"dropout is active in {active[0]}; set it to 0"
+    for jitter in ("router_jitter_noise", "input_jitter_noise"):
+        if getattr(config, jitter, 0.0):
+            return f"{jitter}={getattr(config, jitter)} makes sampler and learner differ; set it to 0"
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {rope.get("rope_type")} | {r.get("rope_type") for r in rope.values() if isinstance(r, dict)}
     if kinds & {"dynamic", "longrope"}:

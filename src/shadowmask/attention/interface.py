@@ -64,6 +64,11 @@ def shadowmask_attention(
     scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sliding_window)
     if attention_session is None:
         return _plain_attention(query, key, value, attention_mask, scoring), None
+    if attention_mask is not None and attention_mask.numel() != 1:  # run_decoder's own has one element
+        raise RecordError(
+            f"{type(module).__name__} makes an attention mask of its own {tuple(attention_mask.shape)}, "
+            "which no record describes"
+        )
     layer: int = module.layer_idx  # type: ignore[assignment]
     out = attention_session.attend(layer, query, key, value, scoring)
     return out.transpose(1, 2).contiguous(), None

@@ -183,7 +183,7 @@ def _recorded_prompt(
     query: Float[Tensor, "1 heads prompt head_dim"],
     key: Float[Tensor, "1 kv_heads prompt head_dim"],
     value: Float[Tensor, "1 kv_heads prompt value_dim"],
-    evicted_at: Int32[Tensor, "kv_heads prompt"],
+    evicted_at: Int32[Tensor, "#kv_heads prompt"],
     scoring: Scoring,
 ) -> Float[Tensor, "1 heads prompt value_dim"]:
     """Prompt rows when eviction began inside the prompt: the mask with time, by chunks of queries."""

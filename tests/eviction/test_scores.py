@@ -39,7 +39,7 @@ def make_view(
     if shuffled:
         slots = tokens + 4
         padded = torch.full((1, KV_HEADS, slots), -1, dtype=torch.int32)
-            spread = normal(1, KV_HEADS, slots, DIM)  # free slots hold old keys
+        spread = normal(1, KV_HEADS, slots, DIM)  # free slots hold old keys
         for head in range(KV_HEADS):
             order = torch.randperm(slots, generator=generator)[:tokens]
             alive = torch.rand(tokens, generator=generator) < 0.7

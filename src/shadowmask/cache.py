@@ -11,13 +11,14 @@ depend on its neighbours, and a decode step needs no host synchronisation.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shadowmask.attention.kernel import Scoring
+from shadowmask.attention.kernel import Scoring, masked_attention
 from shadowmask.eviction.base import Evictor, LayerView
 from shadowmask.record import NEVER
 
@@ -170,8 +171,14 @@ class LayerSlots:
         self.written.zero_()
 
 
-class SlotCache:
-    """All layers, the evictor that rules them, and their bytes."""
+class KVCache(ABC):
+    """What a sampler's cache is: an evictor's choice from each prompt, then one token per row at a time.
+
+    Args:
+        budgets: keys that may stay per row; ``NEVER`` where the evictor sets no bound.
+        prompt_seeds: what a random evictor draws from in the prefill, equal within a group.
+        seeds: the same for decoding, one per sequence.
+    """
 
     def __init__(
         self,
@@ -181,13 +188,6 @@ class SlotCache:
         prompt_seeds: Int[Tensor, " rows"],
         seeds: Int[Tensor, " rows"],
     ) -> None:
-        """Make an empty cache; layers are allocated when their first keys arrive.
-
-        Args:
-            budgets: keys that may stay per row; ``NEVER`` where the evictor sets no bound.
-            prompt_seeds: what a random evictor draws from in the prefill, equal within a group.
-            seeds: the same for decoding, one per sequence.
-        """
         self.plan = plan
         self.evictor = evictor
         self.budgets = budgets
@@ -195,13 +195,53 @@ class SlotCache:
         self.seeds = seeds
         windows = [evictor.recent_window_for(int(budget)) for budget in budgets.tolist()]
         self.recent_windows = torch.tensor(windows, device=budgets.device)
-        self.layers: dict[int, LayerSlots] = {}
         self.prefill_bytes = 0  # largest keys + values of one layer's whole prompt seen so far
+        self.token_bytes = 0  # keys and values of one token over all layers
+        self._layers_filled: set[int] = set()
 
-    def layer(self, layer: int, heads: int, key: Tensor, value: Tensor) -> LayerSlots:
-        if layer not in self.layers:
-            self.layers[layer] = LayerSlots(self.plan, heads, key, value)
-        return self.layers[layer]
+    @abstractmethod
+    def store_prompt(
+        self,
+        layer: int,
+        rows: slice,
+        query: Float[Tensor, "1 heads prompt head_dim"],
+        key: Float[Tensor, "1 kv_heads prompt head_dim"],
+        value: Float[Tensor, "1 kv_heads prompt value_dim"],
+        keep: Bool[Tensor, "kv_heads prompt"] | None,
+        attention_received: Float[Tensor, "1 kv_heads prompt"] | None,
+        scoring: Scoring,
+    ) -> None:
+        """Store the prompt keys that stay (``keep=None``: all) for the rows of one group."""
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: int,
+        query: Float[Tensor, "rows heads 1 head_dim"],
+        key: Float[Tensor, "rows kv_heads 1 head_dim"],
+        value: Float[Tensor, "rows kv_heads 1 value_dim"],
+        positions: Int[Tensor, " rows"],
+        step: int,
+        scoring: Scoring,
+    ) -> Float[Tensor, "rows heads 1 value_dim"]:
+        """Store one new token per row, at these absolute positions, and attend from it.
+
+        Args:
+            step: how many tokens each row has decoded before this one.
+        """
+
+    @abstractmethod
+    def evict(self, query_positions: Int[Tensor, " rows"]) -> None:
+        """Cut every layer down to the budgets, after query ``query_positions`` was computed."""
+
+    @abstractmethod
+    def evicted_at(self, row: int, tokens: int) -> Int[Tensor, "layers kv_heads tokens"]:
+        """The record of one row's first ``tokens`` tokens, on the CPU."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes that keys and values really occupy."""
 
     def prefill(
         self,
@@ -217,48 +257,17 @@ class SlotCache:
 
         Called as soon as that layer has attended, so at no time do two layers hold a full prompt.
         """
-        slots = self.layer(layer, query.shape[1], key, value)
-        slots.scoring = scoring
-        prompt = key.shape[2]
-        self.prefill_bytes = max(
-            self.prefill_bytes,
-            key.numel() * key.element_size() + value.numel() * value.element_size(),
-        )
+        size = key.numel() * key.element_size() + value.numel() * value.element_size()
+        self.prefill_bytes = max(self.prefill_bytes, size)
+        if layer not in self._layers_filled:
+            self._layers_filled.add(layer)
+            self.token_bytes += size // key.shape[2]
         first = slice(rows.start, rows.start + 1)  # the whole group has the same prompt
         keep = None
-        if prompt > int(self.budgets[rows.start]):
-            keep = self._keep(
-                self._prompt_view(layer, first, query, key, value, attention_received, scoring),
-                first,
-            )[0]
-        slots.store_prompt(
-            rows,
-            key[0],
-            value[0],
-            keep,
-            None if attention_received is None else attention_received[0],
-        )
-        slots.store_window(rows, query[0], prompt)
-
-    def evict(self, query_positions: Int[Tensor, " rows"]) -> None:
-        """Cut every layer down to the budgets, after query ``query_positions`` was computed."""
-        everything = slice(0, self.plan.rows)
-        for index, slots in self.layers.items():
-            view = slots.view(index, query_positions, self.seeds)
-            slots.evict(self._keep(view, everything), query_positions)
-
-    def evicted_at(self, row: int, tokens: int) -> Int[Tensor, "layers kv_heads tokens"]:
-        """The record of one row's first ``tokens`` tokens.
-
-        Evictions at or after the row's last token hid nothing from any of its queries: NEVER.
-        """
-        record = torch.stack([self.layers[n].evicted_at[row, :, :tokens] for n in sorted(self.layers)])
-        return record.masked_fill(record >= tokens, NEVER).cpu()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the key and value slots really occupy."""
-        return sum(slots.nbytes for slots in self.layers.values())
+        if key.shape[2] > int(self.budgets[rows.start]):
+            view = self._prompt_view(layer, first, query, key, value, attention_received, scoring)
+            keep = self._keep(view, first)[0]
+        self.store_prompt(layer, rows, query, key, value, keep, attention_received, scoring)
 
     def _keep(self, view: LayerView, rows: slice) -> Bool[Tensor, "batch kv_heads slots"]:
         return self.evictor.select(
@@ -296,6 +305,101 @@ class SlotCache:
             window_positions=tokens[None, prompt - window :] if window else None,
             attention_received=attention_received,
         )
+
+
+class SlotCache(KVCache):
+    """Every row owns its slots, prompt keys included: what decode-time eviction needs."""
+
+    def __init__(
+        self,
+        plan: CachePlan,
+        evictor: Evictor,
+        budgets: Int[Tensor, " rows"],
+        prompt_seeds: Int[Tensor, " rows"],
+        seeds: Int[Tensor, " rows"],
+    ) -> None:
+        super().__init__(plan, evictor, budgets, prompt_seeds, seeds)
+        self.layers: dict[int, LayerSlots] = {}
+
+    def store_prompt(
+        self,
+        layer: int,
+        rows: slice,
+        query: Float[Tensor, "1 heads prompt head_dim"],
+        key: Float[Tensor, "1 kv_heads prompt head_dim"],
+        value: Float[Tensor, "1 kv_heads prompt value_dim"],
+        keep: Bool[Tensor, "kv_heads prompt"] | None,
+        attention_received: Float[Tensor, "1 kv_heads prompt"] | None,
+        scoring: Scoring,
+    ) -> None:
+        if layer not in self.layers:
+            self.layers[layer] = LayerSlots(self.plan, query.shape[1], key, value)
+        slots = self.layers[layer]
+        slots.scoring = scoring
+        received = None if attention_received is None else attention_received[0]
+        slots.store_prompt(rows, key[0], value[0], keep, received)
+        slots.store_window(rows, query[0], key.shape[2])
+
+    def attend(
+        self,
+        layer: int,
+        query: Float[Tensor, "rows heads 1 head_dim"],
+        key: Float[Tensor, "rows kv_heads 1 head_dim"],
+        value: Float[Tensor, "rows kv_heads 1 value_dim"],
+        positions: Int[Tensor, " rows"],
+        step: int,
+        scoring: Scoring,
+    ) -> Float[Tensor, "rows heads 1 value_dim"]:
+        slots = self.layers[layer]
+        slots.append(query, key, value, positions)
+        visible = slots.positions >= 0
+        if scoring.sliding_window is not None:
+            visible = visible & (slots.positions > (positions - scoring.sliding_window)[:, None, None])
+        # the query heads of one KV head become rows of one product: no key is repeated
+        rows, heads = query.shape[:2]
+        kv_heads = slots.keys.shape[1]
+        grouped = query.reshape(rows, kv_heads, heads // kv_heads, -1)
+        mask = visible[:, :, None, :].expand(-1, -1, heads // kv_heads, -1)
+        if slots.attention_received is not None:
+            _accumulate(slots.attention_received, grouped, slots.keys, mask, scoring)
+        out = masked_attention(grouped, slots.keys, slots.values, mask, scoring)
+        return out.reshape(rows, heads, 1, -1)
+
+    def evict(self, query_positions: Int[Tensor, " rows"]) -> None:
+        """Cut every layer down to the budgets, after query ``query_positions`` was computed."""
+        everything = slice(0, self.plan.rows)
+        for index, slots in self.layers.items():
+            view = slots.view(index, query_positions, self.seeds)
+            slots.evict(self._keep(view, everything), query_positions)
+
+    def evicted_at(self, row: int, tokens: int) -> Int[Tensor, "layers kv_heads tokens"]:
+        """The record of one row's first ``tokens`` tokens.
+
+        Evictions at or after the row's last token hid nothing from any of its queries: NEVER.
+        """
+        record = torch.stack([self.layers[n].evicted_at[row, :, :tokens] for n in sorted(self.layers)])
+        return record.masked_fill(record >= tokens, NEVER).cpu()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the key and value slots really occupy."""
+        return sum(slots.nbytes for slots in self.layers.values())
+
+
+def _accumulate(
+    received: Float[Tensor, "rows kv_heads slots"],
+    query: Float[Tensor, "rows kv_heads per_kv head_dim"],
+    key: Float[Tensor, "rows kv_heads slots head_dim"],
+    visible: Bool[Tensor, "rows kv_heads per_kv slots"],
+    scoring: Scoring,
+) -> None:
+    """Add the attention weights of one query per row to what each slot has received.
+
+    The outputs do not come from these weights but from the learner's own kernel: in bfloat16 the
+    weights are rounded here and not there, which alone would make up most of the sampling gap.
+    """
+    logits = scoring.logits(query @ key.transpose(-1, -2)).to(received.dtype)
+    received += logits.masked_fill(~visible, -torch.inf).softmax(dim=-1).sum(dim=2)
 
 
 def _like(

@@ -23,11 +23,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shadowmask.attention.interface import run_decoder
 from shadowmask.attention.sampling import DecodeSession, PrefillSession
-from shadowmask.cache import CachePlan, SlotCache
+from shadowmask.cache import CachePlan, KVCache, SlotCache
 from shadowmask.eviction.base import Evictor
 from shadowmask.head import head_logits
 from shadowmask.models import base_model, decoder, num_layers, output_head, prepare_model
 from shadowmask.record import NEVER, ShadowMask
+from shadowmask.shared_cache import SharedPromptCache
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ class _Rollout:
         self.noise = _noise(seeds, max_new_tokens).to(self.device)
         self.cache = self._make_cache(prompt_seeds, seeds)
 
-    def _make_cache(self, prompt_seeds: list[int], seeds: list[int]) -> SlotCache:
+    def _make_cache(self, prompt_seeds: list[int], seeds: list[int]) -> KVCache:
         evictor, every = self.engine.evictor, self.engine.evict_every
         lengths = self.prompt_lengths.tolist()
         bounds = [evictor.budget_for(length) for length in lengths]
@@ -197,6 +198,10 @@ class _Rollout:
             accumulates_attention=evictor.accumulates_attention,
         )
         as_tensor = [torch.tensor(x, device=self.device) for x in (budgets, prompt_seeds, seeds)]
+        if every is None:
+            # the last token of a completion is never fed, so one slot less than tokens
+            new_tokens = max(self.max_new_tokens - 1, 1)
+            return SharedPromptCache(plan, evictor, *as_tensor, self.prompt_lengths, self.sizes, new_tokens)
         return SlotCache(plan, evictor, *as_tensor)
 
     def sample(self) -> RolloutBatch:
@@ -207,7 +212,7 @@ class _Rollout:
         for step in range(1, self.max_new_tokens):
             if bool(stopped.all()):
                 break
-            hidden = self._decode(token, self.prompt_lengths + step - 1)
+            hidden = self._decode(token, step - 1)
             self._evict_if_due(step)
             token, logprob = self._pick(hidden, step)
             tokens.append(token)
@@ -228,10 +233,10 @@ class _Rollout:
             start += size
         return torch.cat(last)
 
-    def _decode(
-        self, token: Int[Tensor, " rows"], positions: Int[Tensor, " rows"]
-    ) -> Float[Tensor, "rows hidden"]:
-        session = DecodeSession(self.cache, positions)
+    def _decode(self, token: Int[Tensor, " rows"], step: int) -> Float[Tensor, "rows hidden"]:
+        """Feed one token per row, the ``step``-th of each completion; return the hidden states."""
+        positions = self.prompt_lengths + step
+        session = DecodeSession(self.cache, positions, step)
         hidden = run_decoder(self.decoder, token[:, None], positions[:, None], session, self.num_layers)
         return hidden[:, -1]
 
@@ -267,7 +272,6 @@ class _Rollout:
             self.cache.evicted_at(row, len(prompt) + n)
             for row, (prompt, n) in enumerate(zip(prompts, lengths, strict=True))
         ]
-        per_token = self.cache.nbytes // (self.cache.plan.rows * self.cache.plan.slots)
         return RolloutBatch(
             prompt_ids=self.prompt_ids,
             group_sizes=self.sizes,
@@ -277,7 +281,8 @@ class _Rollout:
             temperature=self.temperature,
             kv_bytes_peak=self.cache.nbytes + self.cache.prefill_bytes,
             # the last token of a completion is never fed, so a dense cache does not hold it either
-            kv_bytes_dense=per_token * sum(len(p) + n - 1 for p, n in zip(prompts, lengths, strict=True)),
+            kv_bytes_dense=self.cache.token_bytes
+            * sum(len(p) + n - 1 for p, n in zip(prompts, lengths, strict=True)),
         )
 
 

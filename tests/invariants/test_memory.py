@@ -14,6 +14,7 @@ import shadowmask.rollout
 from shadowmask import RolloutBatch, RolloutEngine, get_evictor, shadow_logprobs
 from shadowmask.attention import replay
 from shadowmask.cache import LayerSlots, SlotCache, slot_bytes
+from shadowmask.shared_cache import SharedPromptCache
 from tiny_models import make_evictor, make_learner, make_model, make_prompts, rollout
 
 PROMPT, LONG_BUDGET, NEW, EVERY = 4096, 512, 12, 4
@@ -71,21 +72,40 @@ def long_rollout(evictor: str = "snapkv", evict_every: int | None = EVERY, group
     )
 
 
-@pytest.mark.parametrize("evict_every", [None, EVERY])
-def test_slots_are_the_budget_after_a_long_prompt(watched: type[Watched], evict_every: int | None) -> None:
-    batch = long_rollout(evict_every=evict_every)
+def test_slots_are_the_budget_after_a_long_prompt(watched: type[Watched]) -> None:
+    batch = long_rollout(evict_every=EVERY)
     (cache,) = watched.made
-    expected = LONG_BUDGET + (NEW if evict_every is None else EVERY)
+    expected = LONG_BUDGET + EVERY
     assert len(cache.layers) == LAYERS
     for slots in cache.layers.values():
         assert slots.keys.shape == slots.values.shape == (2, KV_HEADS, expected, HEAD_DIM)
         held = (slots.positions >= 0).sum(-1)
-        decoded = NEW - 1 if evict_every is None else (NEW - 1) % EVERY
-        assert held.unique().tolist() == [LONG_BUDGET + decoded]
+        assert held.unique().tolist() == [LONG_BUDGET + (NEW - 1) % EVERY]
     after_prefill = (batch.shadow[0].evicted_at[..., :PROMPT] > PROMPT).sum(-1)
     assert after_prefill.unique().tolist() == [LONG_BUDGET]
     one_layer = slot_bytes(1, KV_HEADS, HEAD_DIM, HEAD_DIM, itemsize=4)
     assert batch.kv_bytes_peak == one_layer * (LAYERS * 2 * expected + PROMPT)
+
+
+def test_a_group_holds_its_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt-only eviction: budget slots per prompt, whatever the group; own slots per completion."""
+    made: list[SharedPromptCache] = []
+
+    class Kept(SharedPromptCache):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(shadowmask.rollout, "SharedPromptCache", Kept)
+    batch = long_rollout(evict_every=None, group=5)
+    (cache,) = made
+    for slots in cache.layers.values():
+        assert slots.prompt_keys.shape == slots.prompt_values.shape == (1, KV_HEADS, LONG_BUDGET, HEAD_DIM)
+        assert slots.keys.shape == slots.values.shape == (5, KV_HEADS, NEW - 1, HEAD_DIM)
+    one_layer = slot_bytes(1, KV_HEADS, HEAD_DIM, HEAD_DIM, itemsize=4)
+    assert batch.kv_bytes_peak == one_layer * (LAYERS * (LONG_BUDGET + 5 * (NEW - 1)) + PROMPT)
+    tensors = [x for s in cache.layers.values() for x in (s.prompt_keys, s.prompt_values, s.keys, s.values)]
+    assert cache.nbytes == sum(x.untyped_storage().nbytes() for x in tensors)
 
 
 def test_no_prompt_outlives_its_layer(watched: type[Watched], monkeypatch: pytest.MonkeyPatch) -> None:

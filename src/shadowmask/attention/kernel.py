@@ -163,3 +163,51 @@ def received_attention(
         weights = logits.masked_fill(~visible, -torch.inf).softmax(dim=-1)
         total[..., :stop] += weights.sum(dim=(2, 3))
     return total
+
+
+def partial_attention(
+    query: Float[Tensor, "batch kv_heads query head_dim"],
+    key: Float[Tensor, "batch kv_heads key head_dim"],
+    value: Float[Tensor, "batch kv_heads key value_dim"],
+    visible: Bool[Tensor, "#batch #kv_heads #query key"] | None,
+    scoring: Scoring,
+) -> tuple[Float[Tensor, "batch kv_heads query value_dim"], Float[Tensor, "batch kv_heads query"]]:
+    """Attention over some of the keys, with the log-sum-exp that ``merge_partials`` weighs it by.
+
+    For sampling only: no gradient. A row may see no key at all; its log-sum-exp is then -inf.
+    """
+    if visible is not None:
+        visible = visible.expand(query.shape[0], query.shape[1], query.shape[2], -1)
+    if query.device.type == "cpu" and scoring.softcap is None and _FLASH_CPU is not None:
+        # the kernel behind SDPA on CPU, which computes the log-sum-exp and keeps it to itself
+        bias = (
+            None
+            if visible is None
+            else torch.zeros_like(visible, dtype=query.dtype).masked_fill(
+                ~visible, torch.finfo(query.dtype).min
+            )
+        )
+        out, lse = _FLASH_CPU(query, key, value, 0.0, False, attn_mask=bias, scale=scoring.scaling)
+        if visible is not None:
+            lse = lse.masked_fill(~visible.any(dim=-1), -torch.inf)
+        return out, lse
+    logits = scoring.logits(query @ key.transpose(-1, -2))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if visible is not None:
+        logits = logits.masked_fill(~visible, -torch.inf)
+    lse = logits.logsumexp(dim=-1)
+    weights = (logits - lse[..., None]).exp().nan_to_num(0.0)
+    return weights.to(value.dtype) @ value, lse
+
+
+def merge_partials(
+    parts: list[tuple[Float[Tensor, "*rows value_dim"], Float[Tensor, "*rows"]]],
+) -> Float[Tensor, "*rows value_dim"]:
+    """Attention over the union of disjoint key sets, from the attention over each."""
+    weights = torch.stack([lse for _, lse in parts]).softmax(dim=0)
+    wide = sum(weight[..., None] * out for weight, (out, _) in zip(weights, parts, strict=True))
+    assert isinstance(wide, Tensor)
+    return wide.to(parts[0][0].dtype)
+
+
+_FLASH_CPU = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)

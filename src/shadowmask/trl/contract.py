@@ -60,8 +60,9 @@ def check_trl_version() -> None:
 
 def contract_violations() -> list[str]:
     """Everything that the installed TRL no longer provides as we need it; empty if all is well."""
-    from trl import GRPOTrainer
     from trl.trainer import grpo_trainer
+
+    from trl import GRPOTrainer
 
     found = []
     for name, expected in METHODS.items():

@@ -131,13 +131,11 @@ def make_learner(family: str = "llama-gqa", dtype: torch.dtype = torch.float64) 
     return prepare_model(make_model(family, dtype))
 
 
-@functools.cache
 def shared_model(family: str = "llama-gqa", dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    """The same, made once per test process: for tests that change neither weights nor gradients."""
-    return make_model(family, dtype).requires_grad_(False)
+    """A learner made once per test process: for tests that change neither weights nor gradients."""
+    return _shared_model(family, dtype)
 
 
-@functools.cache
 def shared_rollout(
     family: str = "llama-gqa",
     dtype: torch.dtype = torch.float64,
@@ -145,7 +143,18 @@ def shared_rollout(
     evict_every: int | None = None,
 ) -> RolloutBatch:
     """The ragged rollout of a shared model, made once."""
-    return rollout(shared_model(family, dtype), evictor, evict_every)
+    return _shared_rollout(family, dtype, evictor, evict_every)
+
+
+# the caches see positional arguments only: a default and the same value given are one key
+@functools.cache
+def _shared_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
+    return make_learner(family, dtype).requires_grad_(False)
+
+
+@functools.cache
+def _shared_rollout(family: str, dtype: torch.dtype, evictor: str, evict_every: int | None) -> RolloutBatch:
+    return rollout(_shared_model(family, dtype), evictor, evict_every)
 
 
 def widen_norms(model: nn.Module) -> None:

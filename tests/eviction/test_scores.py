@@ -209,40 +209,51 @@ def _attention_weights(model: Any, tokens: list[int], visible: Tensor) -> dict[i
     return found
 
 
-def random_scores(seed: int, layer: int = 0, query: int = 100, tokens: int = 64, heads: int = 2) -> Tensor:
+def random_scores(
+    seeds: list[int], layer: int = 0, query: int | list[int] = 100, tokens: int = 64, heads: int = 2
+) -> Tensor:
+    batch = len(seeds)
     view = LayerView(
         layer=layer,
-        keys=torch.zeros(1, heads, tokens, 1),
-        values=torch.zeros(1, heads, tokens, 1),
-        positions=torch.arange(tokens).expand(1, heads, -1),
-        query_positions=torch.tensor([query]),
-        seeds=torch.tensor([seed]),
+        keys=torch.zeros(batch, heads, tokens, 1),
+        values=torch.zeros(batch, heads, tokens, 1),
+        positions=torch.arange(tokens).expand(batch, heads, -1),
+        query_positions=torch.tensor(query).expand(batch),
+        seeds=torch.tensor(seeds),
         scaling=1.0,
     )
-    return get_evictor("random", budget=64).score(view)[0]
+    return get_evictor("random", budget=64).score(view)
 
 
 def test_random_keeps_every_key_equally_often() -> None:
     """Of 32 unprotected keys 8 stay: each in a quarter of 4,000 draws, by every kind of repetition."""
+    many = list(range(4000))
     draws = {
-        "seeds": [random_scores(seed, tokens=32, heads=1)[0] for seed in range(4000)],
-        "layers": [random_scores(5, layer=n, tokens=32, heads=1)[0] for n in range(4000)],
-        "moments": [random_scores(5, query=n, tokens=32, heads=1)[0] for n in range(4000)],
-        "heads": list(random_scores(5, tokens=32, heads=4000)),
+        "seeds": random_scores(many, tokens=32, heads=1),
+        "layers": torch.cat([random_scores([5], layer=n, tokens=32, heads=10) for n in range(400)]),
+        "moments": random_scores([5] * 4000, query=many, tokens=32, heads=1),
+        "heads": random_scores([5], tokens=32, heads=4000),
     }
     for kind, scores in draws.items():
-        kept = torch.stack(scores).argsort(dim=-1, descending=True)[:, :8]
-        share = torch.bincount(kept.flatten(), minlength=32) / len(scores)
+        kept = scores.flatten(0, 1).argsort(dim=-1, descending=True)[:, :8]
+        assert len(kept) == 4000
+        share = torch.bincount(kept.flatten(), minlength=32) / len(kept)
         assert float((share - 0.25).abs().max()) < UNIFORM_SHARE, kind
 
 
 def test_random_draws_are_independent_of_each_other() -> None:
-    a, b = random_scores(1), random_scores(2)
-    others = [b[0], a[1], random_scores(1, layer=1)[0], random_scores(1, query=101)[0]]
+    first = random_scores([1, 2])
+    mine = first[0, 0]
+    others = [
+        first[1, 0],
+        first[0, 1],
+        random_scores([1], layer=1)[0, 0],
+        random_scores([1], query=101)[0, 0],
+    ]
     for other in others:
-        assert abs(float(torch.corrcoef(torch.stack([a[0], other]))[0, 1])) < 0.5
-        assert not bool((a[0] == other).any())
-    assert torch.equal(random_scores(1), a)
+        assert abs(float(torch.corrcoef(torch.stack([mine, other]))[0, 1])) < 0.5
+        assert not bool((mine == other).any())
+    assert torch.equal(random_scores([2, 1])[1], first[0]), "neighbours have no say"
 
 
 def test_mix_is_splitmix64() -> None:

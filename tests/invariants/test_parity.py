@@ -7,7 +7,7 @@ that are wrong in the ways a bug would make them wrong, and it must fail on ever
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -67,10 +67,19 @@ def assert_rollout_is_hard(batch: RolloutBatch, evict_every: int | None) -> None
         assert max(len(found) for found in moments) >= 4
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("evictor", list_evictors())
-@pytest.mark.parametrize("family", FAMILIES)
+def cases() -> Iterator[tuple[str, str, str, str]]:
+    """Everything in float64. In float32 decode-time eviction (which begins with the prompt's) for all, and
+    prompt-only for one evictor; where nothing is evicted the schedule makes no difference."""
+    for family in FAMILIES:
+        for evictor in list_evictors():
+            for schedule in SCHEDULES:
+                if evictor != "dense" or schedule == "prompt-only":
+                    yield family, evictor, schedule, "float64"
+                if evictor != "dense" and (schedule == "decode-time" or evictor == "snapkv"):
+                    yield family, evictor, schedule, "float32"
+
+
+@pytest.mark.parametrize(("family", "evictor", "schedule", "dtype"), [*cases()], ids="-".join)
 def test_learner_replays_the_sampler(family: str, evictor: str, schedule: str, dtype: str) -> None:
     model = shared_model(family, DTYPES[dtype])
     batch = shared_rollout(family, DTYPES[dtype], evictor, SCHEDULES[schedule])
@@ -98,7 +107,7 @@ def test_parity_with_bfloat16_weights(evictor: str) -> None:
             assert_parity(model, WRONG["no eviction"](batch))
 
 
-@pytest.mark.parametrize("evictor", list_evictors())
+@pytest.mark.parametrize("evictor", ["h2o", "snapkv"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.6])
 def test_parity_at_other_temperatures(temperature: float, evictor: str) -> None:
     model = shared_model("gemma2")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shadowmask import RolloutBatch, RolloutEngine
+from shadowmask import RolloutBatch, RolloutEngine, prepare_model, shadow_logprobs
+from shadowmask.attention import kernel
 from shadowmask.attention.kernel import Scoring, masked_attention, merge_partials, partial_attention
 from shadowmask.eviction import EVICTORS
 from tiny_models import MAX_NEW_TOKENS, make_evictor, make_model, make_prompts
-from tolerances import FLOAT32, FLOAT64
+from tolerances import BFLOAT16, FLOAT32, FLOAT64
 
 NEVER_DUE = 10_000  # a decode-time schedule that evicts nothing: every row owns its slots, unshared
 PARITY = {torch.float64: FLOAT64, torch.float32: FLOAT32}
@@ -33,7 +34,8 @@ def test_shared_and_owned_slots_sample_the_same(family: str, dtype: torch.dtype,
     assert shared.shadow.retained_fraction() < 1
     for ours, theirs in zip(shared.sparse_logprobs, owned.sparse_logprobs, strict=True):
         assert (ours - theirs).abs().max() <= PARITY[dtype]
-    assert shared.kv_bytes_dense == owned.kv_bytes_dense
+    assert shared.kv_bytes_unshared == owned.kv_bytes_unshared == owned.kv_bytes_dense
+    assert shared.kv_bytes_dense < owned.kv_bytes_dense
     assert shared.kv_bytes_peak < owned.kv_bytes_peak
 
 
@@ -79,6 +81,28 @@ def _both(x: dict[str, torch.Tensor], scoring: Scoring) -> list[tuple[torch.Tens
         partial_attention(x["query"], x["key"][:, :, s], x["value"][:, :, s], x["visible"][..., s], scoring)
         for s in (slice(0, 5), slice(5, 11))
     ]
+
+
+def test_without_that_kernel_sampling_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other devices run: the log-sum-exp worked out in plain torch."""
+    fast = sample("llama-gqa", "snapkv", torch.float64, None, [2] * 4)
+    monkeypatch.setattr(kernel, "_FLASH_CPU", None)
+    plain = sample("llama-gqa", "snapkv", torch.float64, None, [2] * 4)
+    assert plain.completion_ids == fast.completion_ids
+    for ours, theirs in zip(plain.sparse_logprobs, fast.sparse_logprobs, strict=True):
+        assert (ours - theirs).abs().max() <= FLOAT64
+
+
+@pytest.mark.parametrize("every", [None, 5])
+def test_autocast_reaches_every_part(every: int | None) -> None:
+    """Rotary embeddings leave queries and keys in float32 under autocast, values come in bfloat16."""
+    with torch.autocast("cpu", torch.bfloat16):
+        batch = sample("llama-gqa", "snapkv", torch.float32, every, [2] * 4)
+        model = prepare_model(make_model("llama-gqa", torch.float32))
+        with torch.no_grad():
+            shadow = shadow_logprobs(model, batch)
+    gaps = torch.cat([(a - b).abs() for a, b in zip(shadow, batch.sparse_logprobs, strict=True)])
+    assert gaps.mean() <= BFLOAT16
 
 
 def test_the_kernel_behind_sdpa_still_returns_its_log_sum_exp() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -199,6 +200,8 @@ class KVCache(ABC):
         self.token_bytes = 0  # keys and values of one token over all layers
         self._layers_filled: set[int] = set()
 
+    shares_prompts: ClassVar[bool]  # whether a group holds its prompt once
+
     @abstractmethod
     def store_prompt(
         self,
@@ -309,6 +312,8 @@ class KVCache(ABC):
 
 class SlotCache(KVCache):
     """Every row owns its slots, prompt keys included: what decode-time eviction needs."""
+
+    shares_prompts = False
 
     def __init__(
         self,

@@ -57,6 +57,8 @@ def _run(command: str, arguments: list[str]) -> int:
         if os.environ.get(DEBUG) or not _is_for_users(error):
             raise
         line = " ".join(str(error).split())
+        if isinstance(error, ModuleNotFoundError):
+            line += "; the command line needs: pip install 'shadowmask[demo]'"
         print(f"shadowmask {command}: {line}", file=sys.stderr)
         return 1
     return 0

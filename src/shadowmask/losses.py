@@ -128,13 +128,18 @@ def smd_loss(
 
     Raises:
         RecordError: the record is not of these tokens or this model.
-        ValueError: ``advantages`` does not have one finite value per completion.
+        ValueError: ``advantages`` does not have one finite value per completion, ``old_logprobs`` not
+            one per token, or ``loss_type`` is not in ``LOSS_TYPES``.
     """
     if advantages.shape != (len(batch.completion_ids),) or not bool(torch.isfinite(advantages).all()):
         raise ValueError(
             f"advantages {tuple(advantages.shape)} must hold one finite value for each of "
             f"{len(batch.completion_ids)} completions"
         )
+    if loss_type not in LOSS_TYPES:
+        raise ValueError(f"loss_type={loss_type!r}: one of {', '.join(LOSS_TYPES)} (others: see SMDTrainer)")
+    if old_logprobs is not None and [len(x) for x in old_logprobs] != [len(c) for c in batch.completion_ids]:
+        raise ValueError("old_logprobs must hold one value for each token of each completion")
     stats = shadow_stats(model, batch, teacher=True)
     assert stats.kl is not None and stats.teacher_logprobs is not None
     lengths = [len(completion) for completion in batch.completion_ids]
@@ -155,6 +160,5 @@ def smd_loss(
         **sampling_gap(sparse, stats.logprobs.detach()),
         **information_gap(stats.logprobs.detach(), stats.teacher_logprobs, stats.kl.detach()),
     }
-    return SMDLoss(
-        policy_loss + distill_coef * distill_kl, policy_loss.detach(), distill_kl.detach(), metrics
-    )
+    loss = policy_loss + distill_coef * distill_kl if distill_coef else policy_loss
+    return SMDLoss(loss, policy_loss.detach(), distill_kl.detach(), metrics)

@@ -177,8 +177,9 @@ class ShadowMask:
     def retained_fraction(self) -> float:
         """Mean share of the causally available keys that completion queries could still see.
 
-        Averaged over completions, layers, heads and those queries that predict a completion token
-        after the first (the first is sampled from the full prompt by construction). 1.0 = dense.
+        Over all layers, heads and those queries that predict a completion token after the first (the
+        first is sampled from the full prompt by construction), pooled: a long completion counts more
+        than a short one. 1.0 = dense.
         """
         seen = available = 0.0
         for record, prompt in zip(self, self.prompt_lengths, strict=True):
@@ -217,7 +218,11 @@ class ShadowMask:
                 )
 
     def check_model(self, num_layers: int, num_kv_heads: int) -> None:
-        """Raise unless the record broadcasts to this many layers and KV heads."""
+        """Raise unless the record broadcasts to this many layers and KV heads.
+
+        Only the shape of a model can be told from a record; other weights of the same shape show in
+        the sampling gap.
+        """
         mine = (self.num_layers, self.num_kv_heads)
         if mine[0] not in (1, num_layers) or mine[1] not in (1, num_kv_heads):
             raise RecordError(
@@ -272,8 +277,11 @@ class ShadowMask:
             "token_hashes": json.dumps(self.token_hashes),
         }
         partial = path.with_name(path.name + ".partial")
-        save_file({"evicted_at": self.evicted_at.cpu().contiguous()}, partial, metadata=meta)
-        partial.replace(path)
+        try:
+            save_file({"evicted_at": self.evicted_at.cpu().contiguous()}, partial, metadata=meta)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | Path) -> ShadowMask:
@@ -290,11 +298,9 @@ class ShadowMask:
                 if meta.get("format") != _FORMAT:
                     raise RecordError(f"{path} is not a shadow mask: format {meta.get('format')!r}")
                 evicted_at = file.get_tensor("evicted_at")
-        except (SafetensorError, OSError) as error:
+                columns = [
+                    tuple(json.loads(meta[name])) for name in ("lengths", "prompt_lengths", "token_hashes")
+                ]
+        except (SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
             raise RecordError(f"{path} cannot be read as a shadow mask: {error}") from error
-        return cls(
-            evicted_at,
-            tuple(json.loads(meta["lengths"])),
-            tuple(json.loads(meta["prompt_lengths"])),
-            tuple(json.loads(meta["token_hashes"])),
-        )
+        return cls(evicted_at, *columns)

@@ -42,7 +42,8 @@ class RolloutBatch:
     shadow: ShadowMask
     temperature: float  # of the log-probabilities; greedy rollouts report theirs at 1.0
     kv_bytes_peak: int  # slots of all layers + the largest full prompt of one layer
-    kv_bytes_dense: int  # what the same tokens take when nothing is evicted or shared
+    kv_bytes_dense: int  # the same tokens in the same layout with nothing evicted
+    kv_bytes_unshared: int  # the same with every completion holding a prompt of its own, as generate does
 
     @property
     def prompts_per_completion(self) -> list[list[int]]:
@@ -181,8 +182,7 @@ class _Rollout:
     def _make_cache(self, prompt_seeds: list[int], seeds: list[int]) -> KVCache:
         evictor, every = self.engine.evictor, self.engine.evict_every
         lengths = self.prompt_lengths.tolist()
-        bounds = [evictor.budget_for(length) for length in lengths]
-        budgets = [NEVER if bound is None else bound for bound in bounds]
+        budgets = [NEVER if (n := evictor.budget_for(length)) is None else n for length in lengths]
         slots = max(
             min(
                 min(length, budget) + self.max_new_tokens,
@@ -197,12 +197,16 @@ class _Rollout:
             observation_window=evictor.observation_window,
             accumulates_attention=evictor.accumulates_attention,
         )
-        as_tensor = [torch.tensor(x, device=self.device) for x in (budgets, prompt_seeds, seeds)]
+        bounds, of_prompts, of_rows = (
+            torch.tensor(x, device=self.device) for x in (budgets, prompt_seeds, seeds)
+        )
         if every is None:
             # the last token of a completion is never fed, so one slot less than tokens
             new_tokens = max(self.max_new_tokens - 1, 1)
-            return SharedPromptCache(plan, evictor, *as_tensor, self.prompt_lengths, self.sizes, new_tokens)
-        return SlotCache(plan, evictor, *as_tensor)
+            return SharedPromptCache(
+                plan, evictor, bounds, of_prompts, of_rows, self.prompt_lengths, self.sizes, new_tokens
+            )
+        return SlotCache(plan, evictor, bounds, of_prompts, of_rows)
 
     def sample(self) -> RolloutBatch:
         """Prefill, then decode until every sequence has stopped or is full."""
@@ -229,7 +233,8 @@ class _Rollout:
             ids = torch.tensor([prompt], device=self.device)
             positions = torch.arange(len(prompt), device=self.device)[None]
             hidden = run_decoder(self.decoder, ids, positions, session, self.num_layers)
-            last.append(hidden[:, -1].expand(size, -1))
+            # a copy: a view would keep the hidden states of the whole prompt
+            last.append(hidden[:, -1].clone().expand(size, -1))
             start += size
         return torch.cat(last)
 
@@ -280,10 +285,18 @@ class _Rollout:
             shadow=ShadowMask.from_entries(entries, prompts, completions),
             temperature=self.temperature,
             kv_bytes_peak=self.cache.nbytes + self.cache.prefill_bytes,
-            # the last token of a completion is never fed, so a dense cache does not hold it either
-            kv_bytes_dense=self.cache.token_bytes
-            * sum(len(p) + n - 1 for p, n in zip(prompts, lengths, strict=True)),
+            kv_bytes_dense=self.cache.token_bytes * self._tokens(lengths, self.cache.shares_prompts),
+            kv_bytes_unshared=self.cache.token_bytes * self._tokens(lengths, shared=False),
         )
+
+    def _tokens(self, lengths: list[int], shared: bool) -> int:
+        """Tokens that a cache without eviction holds at the end, a group's prompt once or per row.
+
+        The last token of a completion is never fed, so it is not among them.
+        """
+        groups = zip(self.prompt_ids, self.sizes, strict=True)
+        prompts = sum(len(prompt) * (1 if shared else size) for prompt, size in groups)
+        return prompts + sum(lengths) - len(lengths)
 
 
 def _sequence_seeds(prompt_ids: list[list[int]], sizes: list[int], seed: int) -> tuple[list[int], list[int]]:

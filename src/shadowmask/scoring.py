@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shadowmask.attention.interface import run_decoder
 from shadowmask.attention.replay import ReplaySession, TeacherSession
 from shadowmask.head import TokenStats, token_stats
-from shadowmask.models import decoder, num_layers, output_head
+from shadowmask.models import decoder, num_kv_heads, num_layers, output_head
 from shadowmask.packing import PackedBatch, pack
 from shadowmask.record import RecordError, ShadowMask
 from shadowmask.rollout import RolloutBatch
@@ -41,7 +41,7 @@ def score_packed(
         )
     session = ReplaySession(packed, shadow, remember_prompts=teacher)
     layers = num_layers(model)
-    shadow.check_model(layers, session.num_kv_heads_recorded)
+    shadow.check_model(layers, num_kv_heads(model))
     hidden = run_decoder(decoder(model), packed.input_ids, packed.position_ids, session, layers)[0]
     teacher_hidden = _teacher_hidden(model, packed, session, hidden) if teacher else None
     return token_stats(
@@ -69,7 +69,7 @@ def _teacher_hidden(
             decoder(model),
             packed.input_ids[:, rows],
             packed.position_ids[:, rows],
-            TeacherSession(packed, session.prompts),
+            TeacherSession(packed, session.take_prompts()),
             layers,
         )[0].to(combined.dtype)
     return combined
@@ -85,6 +85,8 @@ def _never_evicted(packed: PackedBatch) -> ShadowMask:
 
 def shadow_stats(model: nn.Module, batch: RolloutBatch, teacher: bool = False) -> TokenStats:
     """``score_packed`` on a whole rollout batch, after checking that the record is of its tokens."""
+    if batch.shadow is None:
+        raise RecordError("the rollout batch has no shadow mask: it cannot be replayed")
     prompts = batch.prompts_per_completion
     batch.shadow.check_tokens(prompts, batch.completion_ids)
     packed = pack(prompts, batch.completion_ids, next(model.parameters()).device)

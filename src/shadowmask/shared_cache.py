@@ -51,6 +51,8 @@ class SharedLayer:
 class SharedPromptCache(KVCache):
     """See module. Rows are prompt-major: group ``g`` owns ``sizes[g]`` rows in a row."""
 
+    shares_prompts = True
+
     def __init__(
         self,
         plan: CachePlan,

@@ -7,18 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
-CHARACTERS = [chr(code) for code in range(32, 94)]
-
-
-def character_tokenizer() -> PreTrainedTokenizerFast:
-    vocab = {token: n for n, token in enumerate(["<pad>", "<eos>", *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+from tiny_trl import make_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +30,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
-    character_tokenizer().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -55,6 +46,10 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "    return [0.0]\n"
         "def nan(completions, **kwargs):\n"
         "    return [float('nan')] * len(completions)\n"
+        "def nothing(completions, **kwargs):\n"
+        "    pass\n"
+        "def words(completions, **kwargs):\n"
+        "    return ['x'] * len(completions)\n"
         "def broken(completions, **kwargs):\n"
         "    raise ValueError('cannot score this')\n"
     )

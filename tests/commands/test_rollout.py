@@ -53,6 +53,7 @@ def test_dense_evicts_nothing(model_folder: Path, capsys: pytest.CaptureFixture[
         (["--budget", "3"], "budget=3 is below"),
         (["--compression_ratio", "-0.1"], "outside [0, 1)"),
         (["--evictor_kwargs", "{"], "is not JSON"),
+        (["--evictor_kwargs", "[1]"], "must be a mapping"),
         (["--evictor_kwargs", '{"windw": 3}'], "does not take these settings"),
         (["--model", "./nothing"], "does not exist"),
         (["--prompt", "  "], "the prompt is empty"),

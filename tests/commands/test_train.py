@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import yaml
 
 from shadowmask.cli import main
 from shadowmask.commands.train import last_checkpoint
+from tiny_trl import make_tokenizer
 from tolerances import FLOAT32
 
 
@@ -38,7 +40,12 @@ def test_a_run_leaves_everything_behind(workplace: Path, settings: list[str]) ->
         assert 0 < row["kv/retained_fraction"] < 1
         assert 0 < row["kv/bytes_peak"] < row["kv/bytes_dense"]
         assert {"reward", "smd/distill_kl", "staleness/kl", "information_gap/agreement_p5"} <= row.keys()
-    assert yaml.safe_load((run / "config.yaml").read_text())["evict_every"] == 4
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["evict_every"] == 4
+    assert config["seed"] == 3
+    assert config["learning_rate"] == 1e-3
+    assert "steps_per_generation" not in config
+    assert "compression_ratio=0.5" in json.loads((run / "resolved.json").read_text())["evictor"]
     assert json.loads((run / "versions.json").read_text())["trl"]
     assert len((run / "samples.jsonl").read_text().splitlines()) == 12
     assert set(json.loads((run / "accuracy_after.json").read_text())) == {"dense", "evicted"}
@@ -105,6 +112,11 @@ def test_lora_saves_an_adapter(workplace: Path, settings: list[str]) -> None:
         (["--reward", "tiny_rewards:short"], "returned 1 values for 8 completions"),
         (["--reward", "tiny_rewards:nan"], "returned nan for completion 0"),
         (["--reward", "tiny_rewards:broken"], "cannot score this"),
+        (["--reward", "tiny_rewards:nothing"], "returned a NoneType, not a list"),
+        (["--reward", "tiny_rewards:words"], "returned 'x' for completion 0"),
+        (["--evictor_kwargs", "[1]"], "must be a mapping"),
+        (["--load_in_4bit"], "load_in_4bit=True is not supported"),
+        (["--resume"], "--resume needs the run's folder"),
         (["--reward", "tiny_rewards:missing"], "has no function 'missing'"),
         (["--reward", "no_such_module:f"], "cannot import 'no_such_module'"),
         (["--dataset", "nothing.jsonl"], "does not exist"),
@@ -137,6 +149,34 @@ def test_bad_input_is_one_clear_line(
     errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("shadowmask train:")]
     assert len(errors) == 1
     assert said in errors[0]
+    assert not (workplace / "run").exists(), "something half-made stays behind"
+
+
+def test_flags_with_equals_signs_are_flags(workplace: Path, settings: list[str]) -> None:
+    joined = [f"{flag}={value}" for flag, value in zip(settings[::2], settings[1::2], strict=True)]
+    assert main(["train", *joined, "--max_steps=4"]) == 0
+    assert len(read_metrics(workplace / "run")) == 4
+    assert main(["train", "--resume", "--output_dir=run", "--max_steps=5"]) == 0
+    assert len(read_metrics(workplace / "run")) == 5
+
+
+def test_chat_prompts_and_rewards_that_abstain(workplace: Path, settings: list[str]) -> None:
+    rows = [{"prompt": [{"role": "user", "content": "ABCDEFGH" * 3 + "X" * n}]} for n in range(8)]
+    (workplace / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (workplace / "chat_rewards.py").write_text(
+        "def judge(prompts, completions, **kwargs):\n"
+        "    texts = [completion[0]['content'] for completion in completions]\n"
+        "    return [None if not text else float(len(text) % 3) for text in texts]\n"
+    )
+    change = ["--dataset", "chat.jsonl", "--reward", "chat_rewards:judge", "--eval_size", "2"]
+    assert main(["train", *settings, *change]) == 1  # the tokenizer has no chat template
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}Z"
+    folder = workplace / "chat_model"
+    shutil.copytree(settings[1], folder)
+    tokenizer.save_pretrained(folder)
+    assert main(["train", *settings, *change, "--model_name_or_path", str(folder)]) == 0
+    assert json.loads((workplace / "run" / "accuracy_after.json").read_text())["dense"]["prompts"] <= 2
 
 
 def test_a_run_is_not_overwritten(

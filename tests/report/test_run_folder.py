@@ -52,7 +52,7 @@ def test_the_config_reads_back_in_its_order(folder):
 def test_a_setting_that_cannot_be_read_back_is_refused(folder):
     with pytest.raises(TypeError, match="Tensor"):
         folder.write_config({"weight": torch.ones(1)})
-    assert not list(folder.path.iterdir())
+    assert not list(folder.path.glob("*"))
 
 
 def test_metrics_append_and_what_json_lacks_becomes_null(folder):
@@ -89,10 +89,11 @@ def test_cutting_back_forgets_later_steps_and_a_broken_last_line(folder):
 
 def test_cutting_back_a_fresh_folder_does_nothing(folder):
     folder.truncate_after(0)
-    assert not list(folder.path.iterdir())
+    assert not list(folder.path.glob("*"))
 
 
 def test_a_broken_line_in_the_middle_is_an_error_and_not_skipped(folder):
+    folder.path.mkdir(parents=True)
     folder.metrics_path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(RunFolderError, match="line 2"):
         read_records(folder.metrics_path)
@@ -132,3 +133,16 @@ def test_the_commit_is_that_of_a_tracked_file_only(tmp_path):
     assert versions.git_commit(other) is None
     tracked.write_text("2")
     assert versions.git_commit(tracked) == f"{clean}-dirty"
+
+
+def test_a_new_run_that_fails_early_leaves_nothing(folder):
+    folder.write_config({"seed": 1})
+    folder.discard()
+    assert not folder.path.exists()
+
+
+def test_a_run_with_something_to_show_is_not_discarded(folder):
+    folder.append_metrics({"step": 1})
+    folder.discard()
+    RunFolder(folder.path, resume=True).discard()
+    assert folder.read_metrics() == [{"step": 1}]

@@ -176,6 +176,10 @@ def partial_attention(
 
     For sampling only: no gradient. A row may see no key at all; its log-sum-exp is then -inf.
     """
+    if torch.is_autocast_enabled(query.device.type):
+        # as autocast does for the learner's SDPA; rotary embeddings leave queries and keys wider
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if visible is not None:
         visible = visible.expand(query.shape[0], query.shape[1], query.shape[2], -1)
     if query.device.type == "cpu" and scoring.softcap is None and _FLASH_CPU is not None:
@@ -197,7 +201,7 @@ def partial_attention(
         logits = logits.masked_fill(~visible, -torch.inf)
     lse = logits.logsumexp(dim=-1)
     weights = (logits - lse[..., None]).exp().nan_to_num(0.0)
-    return weights.to(value.dtype) @ value, lse
+    return (weights @ value.to(weights.dtype)).to(value.dtype), lse
 
 
 def merge_partials(

@@ -88,10 +88,15 @@ class ReplaySession:
     def dense_prompt_rows(self) -> bool:
         return all(record.dense_prompt_rows for record in self.records)
 
-    @property
-    def prompts(self) -> PromptMemory:
+    def take_prompts(self) -> PromptMemory:
+        """Hand the remembered prompts to the teacher and forget them.
+
+        They are views of every layer's whole keys and values, which activation checkpointing would
+        otherwise have freed before the backward pass.
+        """
         assert self._memory is not None and self.dense_prompt_rows
-        return self._memory
+        memory, self._memory = self._memory, None
+        return memory
 
     def attend(
         self,

@@ -34,7 +34,7 @@ def parse(kinds: Sequence[type], arguments: Sequence[str], command: str, about: 
     Raises:
         UserError: a config file that is missing or no mapping, or a key that no dataclass has.
     """
-    arguments = _with_equals_split(arguments)
+    arguments = split_equals(arguments)
     parser = _Parser(list(kinds), prog=f"shadowmask {command}", description=about, allow_abbrev=False)
     if {"--help", "-h"} & set(arguments):
         print(help_text(kinds, command, about))
@@ -74,7 +74,11 @@ def help_text(kinds: Sequence[type], command: str, about: str) -> str:
             elif spec.name in own and kind.__module__.startswith("shadowmask"):
                 lines.append(text)
     if inherited:
-        lines += ["", "from TRL's GRPOConfig and ModelConfig (every field of them works):", *inherited]
+        lines += [
+            "",
+            "common settings of TRL's GRPOConfig (every field of it is a flag) and ModelConfig:",
+            *inherited,
+        ]
     return "\n".join(lines)
 
 
@@ -85,7 +89,8 @@ def _help_of(spec: dataclasses.Field[Any]) -> str:
     return f"{text} [{spec.default}]" if has_default else text
 
 
-def _with_equals_split(arguments: Sequence[str]) -> list[str]:
+def split_equals(arguments: Sequence[str]) -> list[str]:
+    """Turn ``--flag=value`` into two arguments, so that looking for a flag finds both spellings."""
     out: list[str] = []
     for argument in arguments:
         out += argument.split("=", 1) if argument.startswith("--") and "=" in argument else [argument]
@@ -102,7 +107,9 @@ def _check_flags(parser: TrlParser, arguments: list[str]) -> None:
             raise UserError(f"unknown setting {argument}{hint}")
 
 
-def load_model(name: str, dtype: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_model(
+    name: str, dtype: str | None, revision: str = "main", trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the bundled model (``demo``), a local folder, or a model from the hub.
 
     Raises:
@@ -117,21 +124,27 @@ def load_model(name: str, dtype: str | None) -> tuple[PreTrainedModel, PreTraine
         from shadowmask.demo.model import load_demo_model
 
         return load_demo_model(kind)
+    name = os.path.expanduser(name)
     if _looks_local(name) and not Path(name).is_dir():
         raise UserError(f"model folder {name!r} does not exist")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=kind)
+        source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        tokenizer = AutoTokenizer.from_pretrained(name, **source)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=kind, **source)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise UserError(
             f"model {name!r} cannot be loaded: not a model folder, not on the hub, or no network ({reason})"
         ) from error
     return model, tokenizer
 
 
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def _looks_local(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or (os.sep in name and Path(name).parent.is_dir())
+    return name.startswith((".", "/")) or (os.sep in name and Path(name).parent.is_dir())
 
 
 def import_function(spec: str) -> Callable[..., Any]:

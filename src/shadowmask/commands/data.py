@@ -12,7 +12,7 @@ from typing import Any
 from datasets import disable_progress_bars, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
-from shadowmask.commands.common import import_function
+from shadowmask.commands.common import first_line, import_function
 from shadowmask.commands.errors import UserError
 from shadowmask.tasks import Task, get_task
 
@@ -79,8 +79,7 @@ def _load_rows(name: str, split: str) -> list[dict[str, Any]]:
         else:
             loaded = load_dataset(name, split=split)
     except (OSError, ValueError, DatasetGenerationError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"data set {name!r} cannot be loaded: {reason}") from error
+        raise UserError(f"data set {name!r} cannot be loaded: {first_line(error)}") from error
     if "prompt" not in loaded.column_names:
         raise UserError(
             f"data set {name!r} has no column 'prompt'; its columns are {', '.join(loaded.column_names)}"

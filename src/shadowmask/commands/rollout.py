@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +18,8 @@ from rich.text import Text
 
 from shadowmask.commands.common import DEMO_MODEL, load_model, parse
 from shadowmask.commands.errors import UserError
-from shadowmask.eviction import get_evictor
+from shadowmask.demo.evaluate import encode_prompt
+from shadowmask.eviction import evictor_from_settings
 from shadowmask.metrics import sampling_gap
 from shadowmask.record import ShadowMask
 from shadowmask.rollout import RolloutBatch, RolloutEngine
@@ -60,10 +63,12 @@ def main(argv: Sequence[str]) -> None:
     prompt = _read_prompt(args)
     if args.save and Path(args.save).exists():
         raise UserError(f"--save {args.save} exists already: name a new folder")
-    evictor = get_evictor(args.evictor, **evictor_settings(args))
+    evictor = evictor_from_settings(args.evictor, args.budget, args.compression_ratio, args.evictor_kwargs)
     console = Console(highlight=False)
     model, tokenizer = load_model(args.model, args.dtype)
-    ids = encode(tokenizer, prompt, args.chat)
+    if args.chat and tokenizer.chat_template is None:
+        raise UserError("this tokenizer has no chat template: leave out --chat")
+    ids = encode_prompt(tokenizer, [{"role": "user", "content": prompt}] if args.chat else prompt)
     engine = RolloutEngine(model, tokenizer, evictor, args.evict_every)
     started = time.perf_counter()
     batch = engine.generate(
@@ -97,33 +102,6 @@ def _read_prompt(args: RolloutArguments) -> str:
     if not text.strip():
         raise UserError("the prompt is empty")
     return text
-
-
-def evictor_settings(args: Any) -> dict[str, Any]:
-    """Keyword arguments of ``get_evictor`` from a command's flags; half is removed by default."""
-    try:
-        settings = json.loads(args.evictor_kwargs or "{}")
-    except json.JSONDecodeError as error:
-        raise UserError(f"evictor_kwargs={args.evictor_kwargs!r} is not JSON: {error}") from error
-    if args.evictor == "dense":
-        if args.budget is not None or args.compression_ratio:
-            raise UserError("evictor dense evicts nothing: leave budget and compression_ratio unset")
-        return settings
-    ratio = args.compression_ratio
-    if args.budget is None and ratio is None:
-        ratio = 0.5
-    return settings | {"budget": args.budget, "compression_ratio": ratio}
-
-
-def encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
-    """Token ids of a prompt, plain or as the user's turn of a chat."""
-    if not chat:
-        return tokenizer(prompt)["input_ids"]
-    if tokenizer.chat_template is None:
-        raise UserError("this tokenizer has no chat template: leave out --chat")
-    messages = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def kept_text(record: ShadowMask, prompt_ids: list[int], tokenizer: Any) -> Text:
@@ -160,6 +138,7 @@ def summary(batch: RolloutBatch, model: Any, seconds: float) -> list[str]:
         f"prompt        {prompt} tokens, {gone:.0%} of its keys evicted at the end",
         f"visible keys  {seen:.0%} of a dense cache's, mean of completion tokens",
         f"KV cache      {held / 2**20:.2f} MiB peak, dense {would / 2**20:.2f} MiB, {held / would:.2f}x",
+        f"              unshared by the group {batch.kv_bytes_unshared / 2**20:.2f} MiB",
         f"sampled       {sampled} tokens in {seconds:.1f} s",
         f"sampling gap  max {gap['sampling_gap/max']:.1e}, p99 {gap['sampling_gap/p99']:.1e} nats (replayed)",
         f"dense learner max {naive['sampling_gap/max']:.1e}, mean {naive['sampling_gap/mean']:.1e} nats off",
@@ -168,17 +147,23 @@ def summary(batch: RolloutBatch, model: Any, seconds: float) -> list[str]:
 
 def save_rollout(batch: RolloutBatch, folder: Path) -> None:
     """Write ``shadow.safetensors`` and ``rollout.json``; the folder appears only when complete."""
-    partial = folder.with_name(folder.name + ".partial")
-    partial.mkdir(parents=True)
-    batch.shadow.save(partial / "shadow.safetensors")
-    content = {
-        "prompt_ids": batch.prompt_ids,
-        "group_sizes": batch.group_sizes,
-        "completion_ids": batch.completion_ids,
-        "sparse_logprobs": [row.tolist() for row in batch.sparse_logprobs],
-        "temperature": batch.temperature,
-        "kv_bytes_peak": batch.kv_bytes_peak,
-        "kv_bytes_dense": batch.kv_bytes_dense,
-    }
-    (partial / "rollout.json").write_text(json.dumps(content))
-    partial.rename(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        batch.shadow.save(partial / "shadow.safetensors")
+        content = {
+            "prompt_ids": batch.prompt_ids,
+            "group_sizes": batch.group_sizes,
+            "completion_ids": batch.completion_ids,
+            "sparse_logprobs": [row.tolist() for row in batch.sparse_logprobs],
+            "temperature": batch.temperature,
+            "kv_bytes_peak": batch.kv_bytes_peak,
+            "kv_bytes_dense": batch.kv_bytes_dense,
+            "kv_bytes_unshared": batch.kv_bytes_unshared,
+        }
+        (partial / "rollout.json").write_text(json.dumps(content))
+        partial.chmod(0o755)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise

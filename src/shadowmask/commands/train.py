@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.resources
+import inspect
 import json
 import os
 import shlex
@@ -24,7 +25,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PrinterCallback
 
 from shadowmask.commands.callbacks import Recorder, StopOnInterrupt
-from shadowmask.commands.common import DEMO_MODEL, load_model, parse
+from shadowmask.commands.common import COMMON, DEMO_MODEL, load_model, parse, split_equals
 from shadowmask.commands.data import load_data
 from shadowmask.commands.errors import Interrupted, UserError
 from shadowmask.demo.evaluate import Accuracy, greedy_accuracy
@@ -85,6 +86,7 @@ def main(argv: Sequence[str]) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     # TRL 1.16 uses old names of transformers 5.24; nothing that the reader of a run could change
     warnings.filterwarnings("ignore", category=FutureWarning)
+    argv = split_equals(argv)
     kinds = [TrainArguments, SMDConfig, ReplayableModelConfig]
     args, config, model_config = parse(kinds, _with_defaults(list(argv)), "train", ABOUT)
     config.disable_tqdm = True  # our own display shows the progress
@@ -96,7 +98,9 @@ def _with_defaults(argv: list[str]) -> list[str]:
     """A resumed run takes its own settings; a run without model or config takes the demo's."""
     if {"--config", "--help", "-h"} & set(argv):
         return argv
-    if "--resume" in argv and "--output_dir" in argv[:-1]:
+    if "--resume" in argv:
+        if "--output_dir" not in argv[:-1]:
+            raise UserError("--resume needs the run's folder: --output_dir runs/...")
         own = Path(argv[argv.index("--output_dir") + 1]) / "config.yaml"
         if not own.is_file():
             raise UserError(f"--resume: {own.parent} is not a run folder (it has no config.yaml)")
@@ -127,18 +131,34 @@ class Run:
             raise UserError("name a model: --model_name_or_path with a folder, a hub name, or demo")
         if args.threads:
             torch.set_num_threads(args.threads)
+        refused = ("load_in_4bit", "load_in_8bit", "attn_implementation")
+        for name in refused:
+            if getattr(model_config, name):
+                raise UserError(
+                    f"{name}={getattr(model_config, name)!r} is not supported by the command line"
+                )
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise UserError(
+                "several processes: use SMDTrainer in a script of your own; this command runs one"
+            )
         self.args, self.config, self.model_config = args, config, model_config
         self.data = load_data(args, config.seed)
-        self.folder = RunFolder(config.output_dir, resume=args.resume)
+        self.folder = RunFolder(str(config.output_dir), resume=args.resume)
         self.display = ProgressDisplay()
 
     def run(self) -> None:
+        try:
+            self._run()
+        except BaseException:
+            self.folder.discard()
+            raise
+
+    def _run(self) -> None:
         started = time.perf_counter()
-        self.folder.write_config(resolved_settings(self.args, self.config, self.model_config))
-        self.folder.write_versions()
         checkpoint = last_checkpoint(self.folder.path) if self.args.resume else None
         model, tokenizer = self._load()
         trainer = self._make_trainer(model, tokenizer)
+        self._write_settings()
         before = self._evaluate(trainer, "before")
         with self.display:
             trainer.train(resume_from_checkpoint=checkpoint)
@@ -149,13 +169,26 @@ class Run:
             )
         after = self._evaluate(trainer, "after")
         trainer.save_model(str(self.folder.path / "final"))
-        self._report(trainer, before, after, time.perf_counter() - started)
+        self._report(before, after, time.perf_counter() - started)
+
+    def _write_settings(self) -> None:
+        groups = (self.args, self.config, self.model_config)
+        self.folder.write_config(repeatable_settings(*groups))
+        self.folder.write_json(
+            "resolved.json", {**all_settings(*groups), "evictor": repr(self.config.make_evictor())}
+        )
+        self.folder.write_versions()
 
     def _load(self) -> tuple[PreTrainedModel, Any]:
         name = str(self.model_config.model_name_or_path)
         steps = self.args.warmup_sft_steps
         if not steps:
-            return load_model(name, self.model_config.dtype)
+            return load_model(
+                name,
+                self.model_config.dtype,
+                self.model_config.model_revision,
+                self.config.trust_remote_code,
+            )
         if name != DEMO_MODEL or not isinstance(self.data.task, RecallTask):
             raise UserError(
                 "warmup_sft_steps is for the bundled model and its recall task: give "
@@ -215,7 +248,6 @@ class Run:
 
     def _report(
         self,
-        trainer: SMDTrainer,
         before: dict[str, Accuracy],
         after: dict[str, Accuracy],
         seconds: float,
@@ -236,46 +268,65 @@ def summary_lines(
 ) -> list[str]:
     """What the run showed, in a few lines: reward, accuracy, the gaps, KV bytes, time."""
     lines = ["", f"trained {len(metrics)} logged steps in {seconds / 60:.1f} min, everything included"]
-    third = max(len(metrics) // 3, 1)
-    if metrics:
-        first, last = (
-            sum(row["reward"] for row in part) / third for part in (metrics[:third], metrics[-third:])
-        )
+    rewards = [row["reward"] for row in metrics if row.get("reward") is not None]
+    if rewards:
+        third = max(len(rewards) // 3, 1)
+        first, last = (sum(part) / third for part in (rewards[:third], rewards[-third:]))
         lines.append(
             f"sampled reward          {first:.3f} (first {third} steps) -> {last:.3f} (last {third})"
         )
     for name in after:
         lines.append(f"held-out, {name:7} cache {before[name]} -> {after[name]}  (n = {after[name].prompts})")
-    gaps = [row for row in metrics if "sampling_gap/max" in row]
+    gaps = [row for row in metrics if row.get("sampling_gap/max") is not None]
     if gaps:
-        worst = max(row["sampling_gap/max"] for row in gaps)
-        p99 = max(row["sampling_gap/p99"] for row in gaps)
+        worst, p99 = (max(row[f"sampling_gap/{name}"] for row in gaps) for name in ("max", "p99"))
         lines.append(f"sampling gap            max {worst:.1e}, p99 {p99:.1e} nats: learner = sampler")
+    naive = [row for row in metrics if row.get("information_gap/max") is not None]
+    if naive:
+        off = max(row["information_gap/max"] for row in naive)
+        tail = min(row["information_gap/agreement_p5"] for row in naive)
+        lines.append(
+            f"a dense learner         would have been off by up to {off:.1f} nats on the same tokens "
+            f"(5th percentile of agreement {tail:.3f})"
+        )
     if metrics:
-        naive = max(row["information_gap/max"] for row in metrics)
-        tail = min(row["information_gap/agreement_p5"] for row in metrics)
-        held = max(row["kv/bytes_peak"] for row in metrics)
-        ratio = max(row["kv/bytes_peak"] / row["kv/bytes_dense"] for row in metrics)
-        lines += [
-            f"a dense learner         would have been off by up to {naive:.1f} nats on the same tokens "
-            f"(5th percentile of agreement {tail:.3f})",
-            f"KV cache                {held / 2**20:.1f} MiB at its peak, at most {ratio:.2f}x of dense",
-        ]
+        row = max(metrics, key=lambda row: row["kv/bytes_peak"])
+        held, dense, unshared = (row[f"kv/bytes_{name}"] for name in ("peak", "dense", "unshared"))
+        lines.append(
+            f"KV cache                {held / 2**20:.1f} MiB at its peak, {held / dense:.2f}x of dense, "
+            f"{held / unshared:.2f}x of dense without sharing the prompt in a group"
+        )
     return lines
 
 
-def resolved_settings(*groups: Any) -> dict[str, Any]:
-    """Every setting that differs from its default, flat: the result works as a ``--config`` file."""
-    settings: dict[str, Any] = {}
-    for group in groups:
-        for spec in dataclasses.fields(group):
-            value = getattr(group, spec.name)
-            if not spec.init or spec.name in ("resume",) or value == _default(spec):
-                continue
-            if isinstance(value, str | int | float | bool | list | dict) or value is None:
-                settings[spec.name] = getattr(value, "value", value)
-    # derived in __post_init__; given together they contradict each other
+def all_settings(*groups: Any) -> dict[str, Any]:
+    """Every plain setting of the dataclasses, by name."""
+    return {
+        spec.name: getattr(value, "value", value)
+        for group in groups
+        for spec in dataclasses.fields(group)
+        if spec.init
+        and spec.name != "resume"
+        and (
+            isinstance(value := getattr(group, spec.name), str | int | float | bool | list | dict)
+            or value is None
+        )
+    }
+
+
+def repeatable_settings(*groups: Any) -> dict[str, Any]:
+    """Settings that are ours, common, or not at their default: the result works as a ``--config`` file."""
+    defaults = {spec.name: _default(spec) for group in groups for spec in dataclasses.fields(group)}
+    ours = {name for group in groups for name in inspect.get_annotations(type(group))}
+    settings = {
+        name: value
+        for name, value in all_settings(*groups).items()
+        if value is not None and (name in ours or name in COMMON or value != defaults[name])
+    }
+    # derived from other settings; given together with those they contradict each other
     settings.pop("generation_batch_size", None)
+    if settings.get("steps_per_generation") == settings.get("gradient_accumulation_steps", 1):
+        settings.pop("steps_per_generation", None)
     return settings
 
 

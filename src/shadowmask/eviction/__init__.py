@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from typing import Any
 
 from shadowmask.eviction.base import Evictor, LayerView
@@ -16,7 +17,9 @@ EVICTORS: dict[str, type[Evictor]] = {
     cls.name: cls for cls in (DenseEvictor, H2OEvictor, RandomEvictor, RecentEvictor, SnapKVEvictor)
 }
 
-__all__ = ["EVICTORS", "Evictor", "LayerView", "get_evictor", "list_evictors"]
+DEFAULT_RATIO = 0.5  # the paper's main setting
+
+__all__ = ["EVICTORS", "Evictor", "LayerView", "evictor_from_settings", "get_evictor", "list_evictors"]
 
 
 def list_evictors() -> list[str]:
@@ -38,3 +41,35 @@ def get_evictor(name: str, **settings: Any) -> Evictor:
         return EVICTORS[name](**settings)
     except TypeError as error:
         raise ValueError(f"evictor {name!r} does not take these settings: {error}") from error
+
+
+def evictor_from_settings(
+    name: str,
+    budget: int | None,
+    compression_ratio: float | None,
+    more: dict[str, Any] | str | None,
+) -> Evictor:
+    """Make an evictor from what config files and flags hold; half of the prompt is removed by default.
+
+    Args:
+        more: the evictor's other settings, as a mapping or as JSON text.
+
+    Raises:
+        ValueError: names the setting and its value.
+    """
+    settings: Any = more
+    if isinstance(more, str):
+        try:
+            settings = json.loads(more)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"evictor_kwargs={more!r} is not JSON: {error}") from error
+    settings = {} if settings is None else settings
+    if not isinstance(settings, dict):
+        raise ValueError(f"evictor_kwargs={more!r} must be a mapping of settings to values")
+    if name == DenseEvictor.name:
+        if budget is not None or compression_ratio:
+            raise ValueError("evictor 'dense' evicts nothing: leave budget and compression_ratio unset")
+        return get_evictor(name, **settings)
+    if budget is None and compression_ratio is None:
+        compression_ratio = DEFAULT_RATIO
+    return get_evictor(name, **{**settings, "budget": budget, "compression_ratio": compression_ratio})

@@ -36,7 +36,7 @@ class LayerView:
     scaling: float
     softcap: float | None = None
     sliding_window: int | None = None
-    # the last queries, oldest first in no particular order; only if the evictor sets observation_window
+    # the last queries, in no particular order; only if the evictor sets observation_window
     window_queries: Float[Tensor, "batch heads window head_dim"] | None = None
     window_positions: Int[Tensor, "batch window"] | None = None
     # attention each key received from all queries so far, summed; only if accumulates_attention

@@ -1,6 +1,7 @@
 """The folder that a run leaves behind.
 
-    config.yaml     every setting, defaults resolved
+    config.yaml     the settings that matter or differ from their defaults; works as --config
+    resolved.json   every setting
     versions.json   interpreter, libraries, commit, hardware
     metrics.jsonl   one object per logged step
     samples.jsonl   some completions with their rewards
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
 from enum import Enum
@@ -33,7 +35,7 @@ class RunFolderError(ValueError):
 
 
 class RunFolder:
-    """Creates or reopens the folder of one run.
+    """The folder of one run, new or reopened. It is made when something is first written to it.
 
     Args:
         path: the folder; parents are made.
@@ -55,7 +57,12 @@ class RunFolder:
             )
         if resume and not filled:
             raise RunFolderError(f"run folder {self.path} has no run to resume")
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._started_empty = not filled
+
+    def discard(self) -> None:
+        """Remove the folder of a new run that failed before it had anything to show."""
+        if self._started_empty and not self.read_metrics() and not list(self.path.glob("checkpoint-*")):
+            shutil.rmtree(self.path, ignore_errors=True)
 
     @property
     def metrics_path(self) -> Path:
@@ -122,6 +129,7 @@ def read_records(path: str | os.PathLike[str]) -> list[Record]:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file under a temporary name beside it, then rename it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -139,6 +147,7 @@ def _append(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
         if "step" not in record:
             raise ValueError(f"a record for {path.name} has no 'step': {sorted(record)}")
         lines.append(_line(record))
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:  # closing flushes: a crash loses nothing older
         file.writelines(lines)
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+from numpy import ndarray
+from torch import Tensor
 
 from shadowmask.trl.config import SMDConfig
 
@@ -69,19 +72,26 @@ def _checked(function: Any) -> Any:
     return checked
 
 
-def _check(name: str, rewards: Sequence[float | None], kwargs: dict[str, Any]) -> Sequence[Any]:
+def _check(name: str, rewards: Any, kwargs: dict[str, Any]) -> Sequence[Any]:
     expected = len(kwargs["completions"])
+    if not isinstance(rewards, Sequence | Tensor | ndarray) or isinstance(rewards, str):
+        raise ValueError(
+            f"reward function {name!r} returned a {type(rewards).__name__}, not a list of numbers"
+        )
     if len(rewards) != expected:
         raise ValueError(
             f"reward function {name!r} returned {len(rewards)} values for {expected} completions"
         )
+    checked: list[float | None] = []
     for n, reward in enumerate(rewards):
-        if reward is not None and not math.isfinite(reward):
+        try:
+            value = None if reward is None else float(reward)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"reward function {name!r} returned {reward!r} for completion {n}") from error
+        if value is not None and not math.isfinite(value):
             raise ValueError(
                 f"reward function {name!r} returned {reward} for completion {n}; return None to leave "
                 "a completion out"
             )
-    return rewards
-
-
-RewardFunction = Callable[..., Sequence[float | None]]
+        checked.append(value)
+    return checked

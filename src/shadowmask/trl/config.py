@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from shadowmask.eviction import Evictor, get_evictor
+import torch
+
+from shadowmask.eviction import Evictor, evictor_from_settings
 from trl import GRPOConfig
 
 PARITY_ACTIONS = ("raise", "log")
@@ -58,11 +59,6 @@ class SMDConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.evictor_kwargs, str):
-            try:
-                self.evictor_kwargs = json.loads(self.evictor_kwargs)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"evictor_kwargs={self.evictor_kwargs!r} is not JSON: {error}") from error
         if self.parity_action not in PARITY_ACTIONS:
             raise ValueError(
                 f"parity_action={self.parity_action!r} must be one of {', '.join(PARITY_ACTIONS)}"
@@ -71,17 +67,12 @@ class SMDConfig(GRPOConfig):
             raise ValueError(f"distill_coef={self.distill_coef} must not be negative")
         if self.evict_every is not None and self.evict_every < 1:
             raise ValueError(f"evict_every={self.evict_every} must be at least 1")
+        on_cpu = not torch.accelerator.is_available()
+        if on_cpu and self.bf16 is None and not self.fp16:  # type: ignore[has-type]
+            self.bf16 = False  # TRL's default is bf16 even on a CPU, where it is slow and not exact
         self.make_evictor()  # wrong settings fail here, before any model is loaded
         super().__post_init__()
 
     def make_evictor(self) -> Evictor:
         """The evictor that these settings describe."""
-        settings: dict[str, Any] = dict(self.evictor_kwargs or {})  # type: ignore[arg-type]
-        if self.evictor != "dense":
-            ratio = self.compression_ratio
-            if self.budget is None and ratio is None:
-                ratio = 0.5
-            settings |= {"budget": self.budget, "compression_ratio": ratio}
-        elif self.budget is not None or self.compression_ratio:
-            raise ValueError("evictor='dense' evicts nothing: leave budget and compression_ratio unset")
-        return get_evictor(self.evictor, **settings)
+        return evictor_from_settings(self.evictor, self.budget, self.compression_ratio, self.evictor_kwargs)

@@ -193,7 +193,7 @@ class SMDTrainer(GRPOTrainer):
         distill, scale = self._distill_term(kl, inputs)
         self._log_learner(stats, inputs, lengths, width)
         self._log("smd/distill_kl", float(distill.detach()))
-        return loss + self.args.distill_coef * distill * scale
+        return loss + self.args.distill_coef * distill * scale if self.args.distill_coef else loss
 
     def _distill_term(
         self, kl: Float[Tensor, "completions tokens"], inputs: dict[str, Any]
@@ -226,6 +226,7 @@ class SMDTrainer(GRPOTrainer):
     def _log_rollout(self, batch: RolloutBatch) -> None:
         self._log("kv/bytes_peak", batch.kv_bytes_peak)
         self._log("kv/bytes_dense", batch.kv_bytes_dense)
+        self._log("kv/bytes_unshared", batch.kv_bytes_unshared)
         self._log("kv/retained_fraction", batch.shadow.retained_fraction())
 
     def _log_learner(self, stats: TokenStats, inputs: dict[str, Any], lengths: list[int], width: int) -> None:

@@ -41,7 +41,7 @@ SLIDING_WINDOW = 12
 BUDGET = 12
 NUM_SINKS = 2
 RECENT_WINDOW = 4
-MAX_NEW_TOKENS = 30
+MAX_NEW_TOKENS = 24
 GROUP = 3
 PROMPT_LENGTHS = (30, 17, 7, 1)  # above the budget twice, below it, and the shortest possible
 

@@ -10,6 +10,7 @@ from shadowmask.eviction import list_evictors
 from slow_reference import flat_gradient, make_slow_model, slow_smd_loss
 from tiny_models import (
     BUDGET,
+    MAX_NEW_TOKENS,
     VOCAB,
     make_evictor,
     make_learner,
@@ -172,5 +173,5 @@ def test_models_own_eos_ends_a_completion() -> None:
     """Without stop ids the model's generation config is asked."""
     model = shared_model()
     batch = rollout(model, "dense", None, make_prompts((9,)), group_size=60, stop_token_ids=None)
-    ended = [c for c in batch.completion_ids if len(c) < 30]
+    ended = [c for c in batch.completion_ids if len(c) < MAX_NEW_TOKENS]
     assert ended and all(c[-1] == 1 and 1 not in c[:-1] for c in ended)

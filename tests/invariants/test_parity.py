@@ -118,7 +118,7 @@ def test_parity_at_other_temperatures(temperature: float, evictor: str) -> None:
         assert parity_gap(model, wrong) > WRONG_RECORD
 
 
-@pytest.mark.parametrize("evict_every", [1, 2, 7, 29, 100])
+@pytest.mark.parametrize("evict_every", [1, 2, 7, 23, 100])
 def test_parity_for_any_schedule(evict_every: int) -> None:
     model = shared_model("llama-gqa")
     assert_parity(model, rollout(model, "snapkv", evict_every))
@@ -194,12 +194,19 @@ WRONG: dict[str, Callable[[RolloutBatch], RolloutBatch]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("family", FAMILIES)
+def controls() -> Iterator[tuple[str, str, str]]:
+    """Prompt-only eviction leaves a simpler record: two families for it, all for decode-time eviction."""
+    for family in FAMILIES:
+        for schedule in SCHEDULES:
+            for wrong in WRONG:
+                if family == "llama-mqa" and "head" in wrong:
+                    continue  # one KV head: nothing to exchange
+                if schedule == "decode-time" or family in ("llama-gqa", "gemma2"):
+                    yield family, schedule, wrong
+
+
+@pytest.mark.parametrize(("family", "schedule", "wrong"), [*controls()], ids="-".join)
 def test_a_wrong_record_is_noticed(family: str, schedule: str, wrong: str) -> None:
-    if family == "llama-mqa" and "head" in wrong:
-        pytest.skip("one KV head: nothing to exchange")
     evict_every = SCHEDULES[schedule]
     batch = shared_rollout(family, torch.float64, "snapkv", evict_every)
     _assert_noticed(shared_model(family, torch.float64), WRONG[wrong](batch))

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AttentionInterface
 
+import slow_reference
 from shadowmask import get_evictor
 from shadowmask.eviction import EVICTORS, Evictor, LayerView
 from shadowmask.eviction.random import mix, uniform
@@ -165,14 +167,12 @@ class Watching(EVICTORS["h2o"]):  # type: ignore[misc]
 @pytest.mark.parametrize("family", ["llama-gqa", "gemma2"])
 def test_h2o_sums_the_attention_that_a_key_received(family: str) -> None:
     """Against attention weights of the slow model under the record's own masks, summed by column."""
-    import slow_reference
-
     model = shared_model(family)
     evictor = Watching(budget=12, num_sinks=2, recent_window=4)
     batch = rollout(model, evictor, 5, make_prompts((20,)), group_size=1, stop_token_ids=[])
     slow = slow_reference.make_slow_model(family)
     tokens = batch.prompt_ids[0] + batch.completion_ids[0]
-    weights = _attention_weights(slow, tokens, batch.shadow[0].visible())
+    _, weights = _attention(slow, tokens, batch.shadow[0].visible())
     checked = 0
     for layer, queries, positions, received in evictor.views:
         moment = int(queries[0]) + 1
@@ -187,26 +187,55 @@ def test_h2o_sums_the_attention_that_a_key_received(family: str) -> None:
     assert checked > 200 and len({int(q) for _, q, _, _ in evictor.views}) > 4
 
 
-def _attention_weights(model: Any, tokens: list[int], visible: Tensor) -> dict[int, Tensor]:
-    """Per layer (kv_heads, query, key): weights of the slow attention, summed over each KV head's queries."""
-    import slow_reference
+class WatchingWindow(EVICTORS["snapkv"]):  # type: ignore[misc]
+    """SnapKV that keeps the windows of decode-time evictions."""
 
-    found: dict[int, Tensor] = {}
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.windows: list[tuple[int, int, Tensor, Tensor]] = []
+
+    def score(self, view: LayerView) -> Tensor:
+        window = (view.window_positions[0].clone(), view.window_queries[0].clone())
+        self.windows.append((view.layer, int(view.query_positions[0]), *window))
+        return super().score(view)
+
+
+@pytest.mark.parametrize("prompt", [20, 2])
+def test_snapkv_looks_at_the_last_queries_while_decoding(prompt: int) -> None:
+    """The ring of queries holds the last four, with the queries that the model really had there."""
+    evictor = WatchingWindow(budget=8, num_sinks=1, observation_window=4)
+    batch = rollout(shared_model(), evictor, 3, make_prompts((prompt,)), group_size=1, stop_token_ids=[])
+    slow = slow_reference.make_slow_model("llama-gqa")
+    tokens = batch.prompt_ids[0] + batch.completion_ids[0]
+    queries, _ = _attention(slow, tokens, batch.shadow[0].visible())
+    assert len({moment for _, moment, _, _ in evictor.windows}) > 5
+    for layer, moment, positions, window in evictor.windows:
+        last = range(max(moment - 3, 0), moment + 1)
+        assert sorted(p for p in positions.tolist() if p >= 0) == list(last)
+        for row, position in enumerate(positions.tolist()):
+            if position >= 0:
+                assert float((window[:, row] - queries[layer][:, position]).abs().max()) <= FLOAT64
+
+
+def _attention(model: Any, tokens: list[int], visible: Tensor) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """Per layer: queries (heads, tokens, dim), and the slow attention's weights (kv_heads, query, key),
+    summed over each KV head's queries."""
+    queries: dict[int, Tensor] = {}
+    weights: dict[int, Tensor] = {}
 
     def noting(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         eye = torch.eye(key.shape[2], dtype=key.dtype).expand(1, key.shape[1], -1, -1)
-        weights, _ = slow_reference.slow_attention(module, query, key, eye, *args, **kwargs)
-        heads = weights[0].transpose(0, 1)  # (heads, query, key): values were the identity
-        found[module.layer_idx] = heads.unflatten(0, (key.shape[1], -1)).sum(1)
+        rows, _ = slow_reference.slow_attention(module, query, key, eye, *args, **kwargs)
+        heads = rows[0].transpose(0, 1)  # (heads, query, key): the values were the identity
+        queries[module.layer_idx] = query[0]
+        weights[module.layer_idx] = heads.unflatten(0, (key.shape[1], -1)).sum(1)
         return slow_reference.slow_attention(module, query, key, value, *args, **kwargs)
-
-    from transformers import AttentionInterface
 
     AttentionInterface.register("slow_noting", noting)
     model.set_attn_implementation("slow_noting")
     with torch.no_grad():
         slow_reference.slow_logits(model, tokens, visible)
-    return found
+    return queries, weights
 
 
 def random_scores(

@@ -88,6 +88,25 @@ def test_evictions_inside_the_prompt_replay(family: str, checkpointing: bool) ->
     assert relative_gap(flat_gradient(other), flat_gradient(reference)) > GRADIENT_DIFFERS
 
 
+def test_members_may_keep_different_prompt_keys() -> None:
+    """An evictor may cut each sample's prompt keys differently; the learner gathers what any member sees."""
+    batch = rollout(make_learner(), "dense", None, PROMPTS, group_size=3, max_new_tokens=12)
+    generator = torch.Generator().manual_seed(2)
+    entries = []
+    for entry, prompt in zip(batch.shadow, batch.prompts_per_completion, strict=True):
+        evicted_at = entry.evicted_at.expand(2, 2, -1).clone()
+        drop = torch.rand(2, 2, len(prompt), generator=generator) < 0.6
+        evicted_at[..., : len(prompt)][drop] = len(prompt)
+        entries.append(evicted_at)
+    shadow = ShadowMask.from_entries(entries, batch.prompts_per_completion, batch.completion_ids)
+    batch = dataclasses.replace(batch, shadow=shadow)
+    advantages = torch.linspace(-1, 1, len(batch.completion_ids)).double()
+    model, reference = make_learner(), make_slow_model("llama-gqa")
+    smd_loss(model, batch, advantages, distill_coef=0.5).loss.backward()
+    slow_smd_loss(reference, batch, advantages, 0.5, "dapo").backward()
+    assert relative_gap(flat_gradient(model), flat_gradient(reference)) <= GRADIENT_FLOAT64
+
+
 def test_members_that_disagree_about_their_prompt_are_refused() -> None:
     model = make_learner()
     batch = rollout(model, "snapkv", None, PROMPTS, group_size=2, max_new_tokens=4)

@@ -79,7 +79,7 @@ def cases() -> Iterator[tuple[str, str, str, str]]:
                     yield family, evictor, schedule, "float32"
 
 
-@pytest.mark.parametrize(("family", "evictor", "schedule", "dtype"), [*cases()], ids="-".join)
+@pytest.mark.parametrize(("family", "evictor", "schedule", "dtype"), [*cases()])
 def test_learner_replays_the_sampler(family: str, evictor: str, schedule: str, dtype: str) -> None:
     model = shared_model(family, DTYPES[dtype])
     batch = shared_rollout(family, DTYPES[dtype], evictor, SCHEDULES[schedule])
@@ -205,7 +205,7 @@ def controls() -> Iterator[tuple[str, str, str]]:
                     yield family, schedule, wrong
 
 
-@pytest.mark.parametrize(("family", "schedule", "wrong"), [*controls()], ids="-".join)
+@pytest.mark.parametrize(("family", "schedule", "wrong"), [*controls()])
 def test_a_wrong_record_is_noticed(family: str, schedule: str, wrong: str) -> None:
     evict_every = SCHEDULES[schedule]
     batch = shared_rollout(family, torch.float64, "snapkv", evict_every)

@@ -11,7 +11,16 @@ from peft import LoraConfig, get_peft_model
 
 from shadowmask import RecordError, RolloutEngine, UnsupportedModelError, prepare_model, shadow_logprobs
 from shadowmask.models import base_model, num_layers, output_head, unsupported_reason
-from tiny_models import FAMILIES, VOCAB, make_evictor, make_learner, make_model, make_prompts, shared_rollout
+from tiny_models import (
+    FAMILIES,
+    VOCAB,
+    make_evictor,
+    make_learner,
+    make_model,
+    make_prompts,
+    rollout,
+    shared_rollout,
+)
 from tolerances import FLOAT32, FLOAT64
 
 SMALL: dict[str, Any] = {
@@ -224,3 +233,16 @@ def test_a_model_without_our_attention_is_told_to_prepare() -> None:
     with pytest.raises(RecordError, match="prepare_model"):
         shadow_logprobs(make_model(), shared_rollout())
     shadow_logprobs(make_learner(), shared_rollout())
+
+
+def test_kv_heads_are_counted_where_they_attend_not_in_the_config() -> None:
+    """JetMoe repeats its keys per expert: four KV heads attend where the config says two."""
+    config = transformers.JetMoeConfig(
+        **without("num_attention_heads", "head_dim"), kv_channels=16, num_local_experts=4
+    )
+    model = transformers.JetMoeForCausalLM._from_config(config, experts_implementation="eager").eval()
+    batch = rollout(model, "recent", 5, make_prompts((20, 3)), max_new_tokens=8)
+    assert batch.shadow.num_kv_heads != config.num_key_value_heads
+    with torch.no_grad():
+        gap = torch.cat(shadow_logprobs(model, batch)) - torch.cat(batch.sparse_logprobs)
+    assert float(gap.abs().max()) <= FLOAT32

@@ -128,11 +128,6 @@ def num_layers(model: nn.Module) -> int:
     return base_model(model).config.get_text_config().num_hidden_layers
 
 
-def num_kv_heads(model: nn.Module) -> int:
-    config = base_model(model).config.get_text_config()
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-
-
 def output_head(model: nn.Module) -> OutputHead:
     """Weight, bias, scale and softcap of the language-model head, by family."""
     base = base_model(model)

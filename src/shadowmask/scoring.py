@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shadowmask.attention.interface import run_decoder
 from shadowmask.attention.replay import ReplaySession, TeacherSession
 from shadowmask.head import TokenStats, token_stats
-from shadowmask.models import decoder, num_kv_heads, num_layers, output_head
+from shadowmask.models import decoder, num_layers, output_head
 from shadowmask.packing import PackedBatch, pack
 from shadowmask.record import RecordError, ShadowMask
 from shadowmask.rollout import RolloutBatch
@@ -41,7 +41,8 @@ def score_packed(
         )
     session = ReplaySession(packed, shadow, remember_prompts=teacher)
     layers = num_layers(model)
-    shadow.check_model(layers, num_kv_heads(model))
+    # KV heads are checked where a layer attends: its config may tell another number (JetMoe)
+    shadow.check_model(layers, session.num_kv_heads_recorded)
     hidden = run_decoder(decoder(model), packed.input_ids, packed.position_ids, session, layers)[0]
     teacher_hidden = _teacher_hidden(model, packed, session, hidden) if teacher else None
     return token_stats(

@@ -52,7 +52,9 @@ def test_a_layer_that_does_not_ask_is_an_error() -> None:
 
 def test_a_record_of_another_model_is_refused() -> None:
     batch = shared_rollout("llama-gqa")
-    with pytest.raises(RecordError, match="the record has 2 KV heads, layer 0 has 4: it was made by another model"):
+    with pytest.raises(
+        RecordError, match="the record has 2 KV heads, layer 0 has 4: it was made by another model"
+    ):
         shadow_logprobs(make_learner("llama-mha"), batch)
     with pytest.raises(
         RecordError, match=r"= \(2, 2\), the model has \(3, 2\): it was made by another model"

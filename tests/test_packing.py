@@ -26,13 +26,30 @@ def test_two_prompts_by_hand() -> None:
     assert packed.num_tokens == 6
 
 
-def test_padded_rows_repeat_a_real_row() -> None:
+def flat_rows(tokens: int) -> torch.Tensor:
+    """(heads 1, tokens, dim 1): every row holds its own number, from 1."""
+    return torch.arange(1, tokens + 1, dtype=torch.float64)[None, :, None]
+
+
+def test_short_completions_are_padded_with_zeros() -> None:
     packed = pack([[5]] * 3, [[1, 2, 3, 4], [1], [1, 2]])
-    group = packed.groups[0]
-    rows = group.completion_rows(torch.device("cpu"))
-    assert rows.tolist()[0] == [1, 2, 3]
-    assert rows.tolist()[2] == [4, 4, 4]
-    assert int(rows.min()) >= 1 and int(rows.max()) < packed.num_tokens
+    stacked = packed.groups[0].stack_completions(flat_rows(packed.num_tokens))
+    assert stacked[0, :, :, 0].tolist() == [[2, 3, 4], [0, 0, 0], [5, 0, 0]]
+
+
+def test_equal_completions_are_stacked_without_a_copy() -> None:
+    packed = pack([[5]] * 2, [[1, 2, 3], [4, 5, 6]])
+    flat = flat_rows(packed.num_tokens)
+    stacked = packed.groups[0].stack_completions(flat)
+    assert stacked[0, :, :, 0].tolist() == [[2, 3], [4, 5]]
+    assert stacked.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+
+
+def test_rows_left_out_in_front_shift_the_group() -> None:
+    packed = pack([[5, 6]] * 2, [[1, 2, 3], [4, 5]])
+    completions = flat_rows(packed.num_tokens)[:, 2:]
+    stacked = packed.groups[0].stack_completions(completions, skipped=2)
+    assert stacked[0, :, :, 0].tolist() == [[3, 4], [5, 0]]
 
 
 def test_completions_of_one_token_leave_only_prompts() -> None:

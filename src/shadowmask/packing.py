@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int
+import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor
 
 
@@ -26,17 +27,24 @@ class PackedGroup:
     completion_starts: tuple[int, ...]
     completion_lengths: tuple[int, ...]  # tokens in the pack: one less than sampled
 
-    def completion_rows(self, device: torch.device) -> Int[Tensor, "group longest"]:
-        """Flat rows of the completions' tokens, shorter ones padded by repeating their last row.
+    def stack_completions(
+        self, flat: Float[Tensor, "heads tokens dim"], skipped: int = 0
+    ) -> Float[Tensor, "heads group longest dim"]:
+        """Lay the rows of the group's completions side by side, shorter ones padded with zeros.
 
-        Padding repeats a real row, so every padded row attends to something.
+        Views and copies of slices only: indexing would add up its gradients in an order that changes
+        from run to run.
+
+        Args:
+            skipped: rows that ``flat`` lacks in front of this group's completions.
         """
+        start = self.completion_starts[0] - skipped
+        span = flat[:, start : start + sum(self.completion_lengths)]
         longest = max(self.completion_lengths)
-        steps = torch.arange(longest, device=device)
-        starts = torch.tensor(self.completion_starts, device=device)[:, None]
-        lengths = torch.tensor(self.completion_lengths, device=device)[:, None]
-        last = self.completion_starts[-1] + self.completion_lengths[-1] - 1
-        return (starts + torch.minimum(steps, (lengths - 1).clamp(min=0))).clamp(max=last)
+        if min(self.completion_lengths) == longest:
+            return span.unflatten(1, (len(self.members), longest))
+        pieces = span.split(list(self.completion_lengths), dim=1)
+        return torch.stack([F.pad(piece, (0, 0, 0, longest - piece.shape[1])) for piece in pieces], dim=1)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,8 @@ def score_packed(
     hidden = run_decoder(decoder(model), packed.input_ids, packed.position_ids, session, layers)[0]
     teacher_hidden = _teacher_hidden(model, packed, session, hidden) if teacher else None
     return token_stats(
-        hidden[packed.target_rows],
+        # index_select, not indexing: its gradient is summed in one order, so that runs repeat exactly
+        hidden.index_select(0, packed.target_rows),
         packed.targets,
         output_head(model),
         temperature,

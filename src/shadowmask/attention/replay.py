@@ -79,7 +79,6 @@ class ReplaySession:
         device = packed.input_ids.device
         self.packed = packed
         self.records = [group_record(group, shadow, device) for group in packed.groups]
-        self.rows = [group.completion_rows(device) for group in packed.groups]
         self.num_layers_recorded, self.num_kv_heads_recorded = shadow.evicted_at.shape[:2]
         self.layers_served: set[int] = set()
         self._memory = PromptMemory({}, {}) if remember_prompts else None
@@ -117,7 +116,7 @@ class ReplaySession:
                 "it was made by another model"
             )
         pieces: list[Tensor] = []
-        for group, record, rows in zip(self.packed.groups, self.records, self.rows, strict=True):
+        for group, record in zip(self.packed.groups, self.records, strict=True):
             prompt = slice(group.prompt_start, group.prompt_start + group.prompt_length)
             q, k, v = query[:, :, prompt], key[:, :, prompt], value[:, :, prompt]
             evicted = record.at(layer)
@@ -126,9 +125,9 @@ class ReplaySession:
             else:
                 pieces.append(_recorded_prompt(q, k, v, evicted[0][:, 0], scoring))
             pieces += _completions(
-                query[0, :, rows],
-                key[0, :, rows],
-                value[0, :, rows],
+                group.stack_completions(query[0]),
+                group.stack_completions(key[0]),
+                group.stack_completions(value[0]),
                 k[0],
                 v[0],
                 group,
@@ -148,16 +147,14 @@ class TeacherSession:
     """The dense track over completion rows only, against remembered prompt keys and values."""
 
     def __init__(self, packed: PackedBatch, prompts: PromptMemory) -> None:
-        device = packed.input_ids.device
         self.packed = packed
         self.prompts = prompts
         self.layers_served: set[int] = set()
-        # completion rows renumbered: prompts are left out of the flat row
-        self.rows = []
+        # rows in front of each group's completions that the flat row of this track lacks: the prompts
+        self.skipped = []
         start = 0
         for group in packed.groups:
-            shift = group.completion_starts[0] - start
-            self.rows.append(group.completion_rows(device) - shift)
+            self.skipped.append(group.completion_starts[0] - start)
             start += sum(group.completion_lengths)
 
     def attend(
@@ -170,11 +167,11 @@ class TeacherSession:
     ) -> Float[Tensor, "1 heads completion_tokens value_dim"]:
         self.layers_served.add(layer)
         pieces: list[Tensor] = []
-        for n, (group, rows) in enumerate(zip(self.packed.groups, self.rows, strict=True)):
+        for n, (group, skipped) in enumerate(zip(self.packed.groups, self.skipped, strict=True)):
             pieces += _completions(
-                query[0, :, rows],
-                key[0, :, rows],
-                value[0, :, rows],
+                group.stack_completions(query[0], skipped),
+                group.stack_completions(key[0], skipped),
+                group.stack_completions(value[0], skipped),
                 self.prompts.keys[layer][n],
                 self.prompts.values[layer][n],
                 group,

@@ -1,0 +1,51 @@
+"""``shadowmask bench`` on a tiny shape: the figures are there and add up; how large they are is not tested."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shadowmask.bench.workload import Workload
+from shadowmask.cli import main
+
+TINY = ["--shape", "tiny", "--prompt_length", "64", "--completion_length", "4", "--group_size", "3"]
+
+
+@pytest.mark.parametrize("what", ["learner", "step"])
+def test_prints_ratios_and_writes_them_with_their_conditions(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "figures.json"
+    assert main(["bench", what, *TINY, "--threads", "1", "--save", str(target)]) == 0
+    out = capsys.readouterr().out
+    saved = json.loads(target.read_text())
+    assert saved["workload"]["prompt_length"] == 64
+    assert saved["versions"]["torch"]
+    for row in saved["ratios"]:
+        assert row["what"].strip() in out
+        assert row["ratio"] > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+
+
+def test_rho_is_the_quotient_of_learner_tokens() -> None:
+    workload = Workload(prompt_length=1024, completion_length=64, group_size=8)
+    assert workload.rho == 8 * (1024 + 64) / (1024 + 8 * 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["bench", "steps"], "one of step, learner, rollout"),
+        (["bench", "step", "--shape", "7b"], "shape='7b' is unknown"),
+        (["bench", "learner", *TINY, "--compression_ratio", "2"], "measuring learner failed"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert said in errors[0]

@@ -1,4 +1,4 @@
-"""``shadowmask bench`` on a tiny shape: the figures are there and add up; how large they are is not tested."""
+"""``shadowmask bench`` on a tiny shape: the figures are there and add up; how large they are is no test."""
 
 from __future__ import annotations
 

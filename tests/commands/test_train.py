@@ -54,6 +54,15 @@ def test_a_run_leaves_everything_behind(workplace: Path, settings: list[str]) ->
     assert not list(run.rglob("*.partial"))
 
 
+def test_a_run_that_evicted_nothing_says_so(
+    workplace: Path, settings: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *settings]) == 0
+    assert "nothing was evicted" not in capsys.readouterr().out
+    assert main(["train", *settings, "--budget", "500", "--output_dir", "all"]) == 0
+    assert "nothing was evicted" in capsys.readouterr().out
+
+
 def test_the_same_seed_gives_the_same_numbers(workplace: Path, settings: list[str]) -> None:
     assert main(["train", *settings]) == 0
     assert main(["train", *settings, "--output_dir", "again"]) == 0

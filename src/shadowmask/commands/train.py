@@ -292,6 +292,10 @@ def summary_lines(
             f"a dense learner         would have been off by up to {off:.1f} nats on the same tokens "
             f"(5th percentile of agreement {tail:.3f})"
         )
+    if metrics and min(row["kv/retained_fraction"] for row in metrics) == 1.0:
+        lines.append(
+            "nothing was evicted        the prompts are no longer than budget, or sinks + recent window"
+        )
     if metrics:
         row = max(metrics, key=lambda row: row["kv/bytes_peak"])
         held, dense, unshared = (row[f"kv/bytes_{name}"] for name in ("peak", "dense", "unshared"))

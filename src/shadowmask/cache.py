@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -196,6 +196,7 @@ class KVCache(ABC):
         self.seeds = seeds
         windows = [evictor.recent_window_for(int(budget)) for budget in budgets.tolist()]
         self.recent_windows = torch.tensor(windows, device=budgets.device)
+        self.layers: dict[int, Any] = {}  # made when a layer's first keys arrive
         self.prefill_bytes = 0  # largest keys + values of one layer's whole prompt seen so far
         self.token_bytes = 0  # keys and values of one token over all layers
         self._layers_filled: set[int] = set()
@@ -242,9 +243,9 @@ class KVCache(ABC):
         """The record of one row's first ``tokens`` tokens, on the CPU."""
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
         """Bytes that keys and values really occupy."""
+        return sum(layer.nbytes for layer in self.layers.values())
 
     def prefill(
         self,
@@ -315,16 +316,7 @@ class SlotCache(KVCache):
 
     shares_prompts = False
 
-    def __init__(
-        self,
-        plan: CachePlan,
-        evictor: Evictor,
-        budgets: Int[Tensor, " rows"],
-        prompt_seeds: Int[Tensor, " rows"],
-        seeds: Int[Tensor, " rows"],
-    ) -> None:
-        super().__init__(plan, evictor, budgets, prompt_seeds, seeds)
-        self.layers: dict[int, LayerSlots] = {}
+    layers: dict[int, LayerSlots]
 
     def store_prompt(
         self,
@@ -384,11 +376,6 @@ class SlotCache(KVCache):
         """
         record = torch.stack([self.layers[n].evicted_at[row, :, :tokens] for n in sorted(self.layers)])
         return record.masked_fill(record >= tokens, NEVER).cpu()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the key and value slots really occupy."""
-        return sum(slots.nbytes for slots in self.layers.values())
 
 
 def _accumulate(

@@ -52,6 +52,7 @@ class SharedPromptCache(KVCache):
     """See module. Rows are prompt-major: group ``g`` owns ``sizes[g]`` rows in a row."""
 
     shares_prompts = True
+    layers: dict[int, SharedLayer]
 
     def __init__(
         self,
@@ -73,7 +74,6 @@ class SharedPromptCache(KVCache):
         self.group_of_row = [n for n, size in enumerate(sizes) for _ in range(size)]
         kept = torch.minimum(prompt_lengths, budgets).tolist()
         self.kept = [kept[start] for start in starts]
-        self.layers: dict[int, SharedLayer] = {}
         # rows of each group, short groups padded with their last row; None: all groups are as large
         self.rows_of_group: Int[Tensor, "groups largest"] | None = None
         self.place_of_row: Int[Tensor, " rows"] | None = None
@@ -200,7 +200,3 @@ class SharedPromptCache(KVCache):
         # evicted right after the prompt: hidden from nobody if the completion is one token
         record[..., :prompt] = kept.masked_fill(kept >= tokens, NEVER).cpu()
         return record
-
-    @property
-    def nbytes(self) -> int:
-        return sum(slots.nbytes for slots in self.layers.values())

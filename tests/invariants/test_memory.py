@@ -13,15 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shadowmask.rollout
 from shadowmask import RolloutBatch, RolloutEngine, get_evictor, shadow_logprobs
 from shadowmask.attention import replay
-from shadowmask.cache import LayerSlots, SlotCache, slot_bytes
-from shadowmask.shared_cache import SharedPromptCache
-from tiny_models import make_evictor, make_learner, make_model, make_prompts, rollout
+from shadowmask.cache import OwnedSlotCache, SharedPromptCache, slot_bytes
+from shadowmask.cache.slots import LayerSlots
+from shadowmask.sampler import Sampler
+from tiny_models import MAX_NEW_TOKENS, make_evictor, make_learner, make_model, make_prompts, rollout
 
 PROMPT, LONG_BUDGET, NEW, EVERY = 4096, 512, 12, 4
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 16
 
 
-class Watched(SlotCache):
+class Watched(OwnedSlotCache):
     """A slot cache that remembers itself and the prompts that it was handed."""
 
     made: list[Watched]
@@ -33,14 +34,16 @@ class Watched(SlotCache):
         self.alive_at_prefill: list[int] = []
         self.pointers: list[dict[int, tuple[int, int, int]]] = []
 
-    def prefill(self, layer: int, rows: slice, query: Any, key: Any, value: Any, *rest: Any) -> None:
+    def prefill(
+        self, layer: int, place: int, prompt: Any, query: Any, key: Any, value: Any, *rest: Any
+    ) -> None:
         self.alive_at_prefill.append(sum(ref() is not None for n, ref in self.prompt_tensors if n != layer))
-        super().prefill(layer, rows, query, key, value, *rest)
+        super().prefill(layer, place, prompt, query, key, value, *rest)
         self.prompt_tensors += [(layer, weakref.ref(x)) for x in (key, value)]
 
-    def evict(self, query_positions: Any) -> None:
+    def evict(self, rows: list[int]) -> None:
         self.note()
-        super().evict(query_positions)
+        super().evict(rows)
         self.note()
 
     def note(self) -> None:
@@ -55,7 +58,7 @@ class Watched(SlotCache):
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> type[Watched]:
     Watched.made = []
-    monkeypatch.setattr(shadowmask.rollout, "SlotCache", Watched)
+    monkeypatch.setattr(shadowmask.rollout, "OwnedSlotCache", Watched)
     return Watched
 
 
@@ -79,8 +82,6 @@ def test_slots_are_the_budget_after_a_long_prompt(watched: type[Watched]) -> Non
     assert len(cache.layers) == LAYERS
     for slots in cache.layers.values():
         assert slots.keys.shape == slots.values.shape == (2, KV_HEADS, expected, HEAD_DIM)
-        held = (slots.positions >= 0).sum(-1)
-        assert held.unique().tolist() == [LONG_BUDGET + (NEW - 1) % EVERY]
     after_prefill = (batch.shadow[0].evicted_at[..., :PROMPT] > PROMPT).sum(-1)
     assert after_prefill.unique().tolist() == [LONG_BUDGET]
     one_layer = slot_bytes(1, KV_HEADS, HEAD_DIM, HEAD_DIM, itemsize=4)
@@ -111,7 +112,7 @@ def test_a_group_holds_its_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_prompt_outlives_its_layer(watched: type[Watched], monkeypatch: pytest.MonkeyPatch) -> None:
     """When a layer is evicted no other layer's full keys exist, and when decoding starts none does."""
     survivors: list[tuple[int, ...]] = []
-    original = shadowmask.rollout._Rollout._decode
+    original = Sampler._step
 
     def looking(self: Any, *args: Any) -> Any:
         if not survivors:
@@ -121,7 +122,7 @@ def test_no_prompt_outlives_its_layer(watched: type[Watched], monkeypatch: pytes
             survivors.append(())
         return original(self, *args)
 
-    monkeypatch.setattr(shadowmask.rollout._Rollout, "_decode", looking)
+    monkeypatch.setattr(Sampler, "_step", looking)
     long_rollout()
     (cache,) = watched.made
     assert cache.alive_at_prefill == [0] * LAYERS
@@ -134,6 +135,19 @@ def test_slots_never_move(watched: type[Watched]) -> None:
     (cache,) = watched.made
     assert len(cache.pointers) > 10
     assert all(pointers == cache.pointers[0] for pointers in cache.pointers)
+
+
+def test_slots_hold_no_more_than_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[list[int]] = []
+    original = OwnedSlotCache.evict
+
+    def looking(self: OwnedSlotCache, rows: list[int]) -> None:
+        original(self, rows)
+        held.append((self.layers[0].positions >= 0).sum(-1).unique().tolist())
+
+    monkeypatch.setattr(OwnedSlotCache, "evict", looking)
+    long_rollout()
+    assert held == [[LONG_BUDGET]] * ((NEW - 1) // EVERY)
 
 
 def test_bytes_by_formula_are_the_bytes_of_the_slots(watched: type[Watched]) -> None:
@@ -149,9 +163,14 @@ def test_bytes_by_formula_are_the_bytes_of_the_slots(watched: type[Watched]) -> 
             )
             longest_prompt = max(map(len, batch.prompt_ids))
             assert batch.kv_bytes_peak == cache.nbytes + per_token // LAYERS * longest_prompt
-            prompts = batch.prompts_per_completion
-            fed = [len(p) + len(c) - 1 for p, c in zip(prompts, batch.completion_ids, strict=True)]
-            assert batch.kv_bytes_dense == per_token * sum(fed)
+            pairs = list(zip(batch.prompts_per_completion, batch.completion_ids, strict=True))
+            # a sequence leaves when its last token is sampled, so that many are in flight at each step
+            dense = [
+                sum(len(p) + fed for p, c in pairs if len(c) - 1 >= fed) for fed in range(MAX_NEW_TOKENS)
+            ]
+            assert (
+                batch.kv_bytes_dense == per_token * max(dense) < per_token * sum(len(p + c) for p, c in pairs)
+            )
 
 
 class LargestTensor(TorchDispatchMode):

@@ -165,53 +165,59 @@ def received_attention(
     return total
 
 
+def additive_mask(visible: Bool[Tensor, ...], query: Float[Tensor, "... head_dim"]) -> Float[Tensor, ...]:
+    """0 where attended, the lowest finite number elsewhere, in the dtype that this query attends in."""
+    dtype = _attention_dtype(query)
+    return torch.zeros(visible.shape, dtype=dtype, device=query.device).masked_fill_(
+        ~visible, torch.finfo(dtype).min
+    )
+
+
+def _attention_dtype(query: Tensor) -> torch.dtype:
+    # as autocast does for the learner's SDPA; rotary embeddings leave queries and keys wider
+    device = query.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+
+
 def partial_attention(
     query: Float[Tensor, "batch kv_heads query head_dim"],
     key: Float[Tensor, "batch kv_heads key head_dim"],
     value: Float[Tensor, "batch kv_heads key value_dim"],
-    visible: Bool[Tensor, "#batch #kv_heads #query key"] | None,
+    mask: Float[Tensor, "#batch #kv_heads #query key"] | None,
     scoring: Scoring,
 ) -> tuple[Float[Tensor, "batch kv_heads query value_dim"], Float[Tensor, "batch kv_heads query"]]:
     """Attention over some of the keys, with the log-sum-exp that ``merge_partials`` weighs it by.
 
-    For sampling only: no gradient. A row may see no key at all; its log-sum-exp is then -inf.
+    For sampling only: no gradient. A row may see no key at all: its log-sum-exp is then so low that
+    whatever it returns weighs nothing.
+
+    Args:
+        mask: from ``additive_mask``.
     """
-    if torch.is_autocast_enabled(query.device.type):
-        # as autocast does for the learner's SDPA; rotary embeddings leave queries and keys wider
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if visible is not None:
-        visible = visible.expand(query.shape[0], query.shape[1], query.shape[2], -1)
+    dtype = _attention_dtype(query)
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if query.device.type == "cpu" and scoring.softcap is None and _FLASH_CPU is not None:
         # the kernel behind SDPA on CPU, which computes the log-sum-exp and keeps it to itself
-        bias = (
-            None
-            if visible is None
-            else torch.zeros_like(visible, dtype=query.dtype).masked_fill(
-                ~visible, torch.finfo(query.dtype).min
-            )
-        )
-        out, lse = _FLASH_CPU(query, key, value, 0.0, False, attn_mask=bias, scale=scoring.scaling)
-        if visible is not None:
-            lse = lse.masked_fill(~visible.any(dim=-1), -torch.inf)
-        return out, lse
+        if mask is not None:
+            mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], -1)
+        return _FLASH_CPU(query, key, value, 0.0, False, attn_mask=mask, scale=scoring.scaling)
     logits = scoring.logits(query @ key.transpose(-1, -2))
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if visible is not None:
-        logits = logits.masked_fill(~visible, -torch.inf)
+    if mask is not None:
+        logits = logits + mask
     lse = logits.logsumexp(dim=-1)
-    weights = (logits - lse[..., None]).exp().nan_to_num(0.0)
+    weights = (logits - lse[..., None]).exp()
     return (weights @ value.to(weights.dtype)).to(value.dtype), lse
 
 
 def merge_partials(
-    parts: list[tuple[Float[Tensor, "*rows value_dim"], Float[Tensor, "*rows"]]],
+    first: tuple[Float[Tensor, "*rows value_dim"], Float[Tensor, "*rows"]],
+    second: tuple[Float[Tensor, "*rows value_dim"], Float[Tensor, "*rows"]],
 ) -> Float[Tensor, "*rows value_dim"]:
-    """Attention over the union of disjoint key sets, from the attention over each."""
-    weights = torch.stack([lse for _, lse in parts]).softmax(dim=0)
-    wide = sum(weight[..., None] * out for weight, (out, _) in zip(weights, parts, strict=True))
-    assert isinstance(wide, Tensor)
-    return wide.to(parts[0][0].dtype)
+    """Attention over the union of two disjoint key sets, from the attention over each."""
+    (a, lse_a), (b, lse_b) = first, second
+    weight = torch.sigmoid(lse_b - lse_a)[..., None]
+    return torch.lerp(a.to(weight.dtype), b.to(weight.dtype), weight).to(a.dtype)
 
 
 _FLASH_CPU = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)

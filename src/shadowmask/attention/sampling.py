@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from shadowmask.attention.kernel import (
-    Scoring,
-    causal_attention,
-    received_attention,
-)
-from shadowmask.cache import KVCache
+from shadowmask.attention.kernel import Scoring, causal_attention, received_attention
+from shadowmask.cache.base import DecodeStep, KVCache, PromptInfo
 from shadowmask.record import RecordError
 
 
 class PrefillSession:
     """Dense causal attention over one prompt; each layer is evicted as soon as it has attended."""
 
-    def __init__(self, cache: KVCache, rows: slice) -> None:
-        """``rows``: the rows of the cache that this prompt's group will decode in."""
+    def __init__(self, cache: KVCache, place: int, prompt: PromptInfo) -> None:
+        """``place``: where the cache will keep this prompt, from ``open_prompt``."""
         self.cache = cache
-        self.rows = rows
+        self.place = place
+        self.prompt = prompt
         self.layers_served: set[int] = set()
 
     def attend(
@@ -36,18 +33,16 @@ class PrefillSession:
         received = None
         if self.cache.plan.accumulates_attention:
             received = received_attention(query, key, scoring)
-        self.cache.prefill(layer, self.rows, query, key, value, received, scoring)
+        self.cache.prefill(layer, self.place, self.prompt, query, key, value, received, scoring)
         return out
 
 
 class DecodeSession:
-    """One new token per row attends to the slots of its row."""
+    """One new token per row attends to what its row holds."""
 
-    def __init__(self, cache: KVCache, positions: Int[Tensor, " rows"], step: int) -> None:
-        """``positions``: absolute position of each row's new token, its ``step``-th decoded one."""
-        self.step = step
+    def __init__(self, cache: KVCache, step: DecodeStep) -> None:
         self.cache = cache
-        self.positions = positions
+        self.step = step
         self.layers_served: set[int] = set()
 
     def attend(
@@ -59,7 +54,30 @@ class DecodeSession:
         scoring: Scoring,
     ) -> Float[Tensor, "rows heads 1 value_dim"]:
         _serve_once(self.layers_served, layer)
-        return self.cache.attend(layer, query, key, value, self.positions, self.step, scoring)
+        return self.cache.attend(layer, query, key, value, self.step, scoring)
+
+
+class ShapeSession:
+    """Dense attention that notes how many bytes one token's keys and values take in each layer."""
+
+    def __init__(self) -> None:
+        self.bytes_of_layer: dict[int, int] = {}
+
+    @property
+    def layers_served(self) -> set[int]:
+        return set(self.bytes_of_layer)
+
+    def attend(
+        self,
+        layer: int,
+        query: Float[Tensor, "batch heads tokens head_dim"],
+        key: Float[Tensor, "batch kv_heads tokens head_dim"],
+        value: Float[Tensor, "batch kv_heads tokens value_dim"],
+        scoring: Scoring,
+    ) -> Float[Tensor, "batch heads tokens value_dim"]:
+        size = key.numel() * key.element_size() + value.numel() * value.element_size()
+        self.bytes_of_layer[layer] = size // (key.shape[0] * key.shape[2])
+        return causal_attention(query, key, value, scoring)
 
 
 def _serve_once(layers_served: set[int], layer: int) -> None:

@@ -7,7 +7,13 @@ import torch
 
 from shadowmask import RolloutBatch, RolloutEngine, prepare_model, shadow_logprobs
 from shadowmask.attention import kernel
-from shadowmask.attention.kernel import Scoring, masked_attention, merge_partials, partial_attention
+from shadowmask.attention.kernel import (
+    Scoring,
+    additive_mask,
+    masked_attention,
+    merge_partials,
+    partial_attention,
+)
 from shadowmask.eviction import EVICTORS
 from tiny_models import MAX_NEW_TOKENS, make_evictor, make_model, make_prompts
 from tolerances import BFLOAT16, FLOAT32, FLOAT64
@@ -62,25 +68,35 @@ def test_merged_parts_are_attention_over_the_whole(softcap: float | None, dtype:
     x = parts(softcap, dtype)
     scoring = Scoring(0.3, softcap)
     whole = masked_attention(x["query"], x["key"], x["value"], x["visible"], scoring)
-    first, second = slice(0, 5), slice(5, 11)
-    merged = merge_partials(
-        [
-            partial_attention(
-                x["query"], x["key"][:, :, s], x["value"][:, :, s], x["visible"][..., s], scoring
-            )
-            for s in (first, second)
-        ]
-    )
-    assert (merged - whole).abs().max() <= PARITY[dtype]
-    unweighted = merge_partials([(out, torch.zeros_like(lse)) for out, lse in _both(x, scoring)])
+    first, second = _both(x, scoring)
+    assert (merge_partials(first, second) - whole).abs().max() <= PARITY[dtype]
+    unweighted = merge_partials(*((out, torch.zeros_like(lse)) for out, lse in (first, second)))
     assert (unweighted - whole).abs().max() > 100 * FLOAT32  # the log-sum-exp does matter
 
 
 def _both(x: dict[str, torch.Tensor], scoring: Scoring) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [
-        partial_attention(x["query"], x["key"][:, :, s], x["value"][:, :, s], x["visible"][..., s], scoring)
+        partial_attention(
+            x["query"],
+            x["key"][:, :, s],
+            x["value"][:, :, s],
+            additive_mask(x["visible"][..., s], x["query"]),
+            scoring,
+        )
         for s in (slice(0, 5), slice(5, 11))
     ]
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["kernel", "plain"])
+def test_a_part_that_sees_nothing_weighs_nothing(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if plain:
+        monkeypatch.setattr(kernel, "_FLASH_CPU", None)
+    x = parts(None, torch.float64)
+    x["visible"][..., :5] = False
+    scoring = Scoring(0.3)
+    empty, rest = _both(x, scoring)
+    assert torch.equal(merge_partials(empty, rest), rest[0])
+    assert torch.equal(merge_partials(rest, empty), rest[0])
 
 
 def test_without_that_kernel_sampling_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,263 @@
+"""What a sampler's cache is: it reads prompts, seats sequences in rows, decodes one token per row, evicts.
+
+A cache has a fixed number of rows. A sequence sits in a row until it is finished; then the row takes
+another one, so a rollout of any size runs in memory that is allocated once. Everything that a decode
+step reads or writes is a tensor (counters included), per row: what a sequence keeps does not depend on
+its neighbours, and a step needs no host synchronisation.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from shadowmask.attention.kernel import Scoring
+from shadowmask.eviction.base import Evictor, LayerView
+from shadowmask.record import NEVER
+
+
+def slot_bytes(num_layers: int, num_kv_heads: int, key_dim: int, value_dim: int, itemsize: int) -> int:
+    """Bytes that one token's keys and values take over all layers and KV heads."""
+    return num_layers * num_kv_heads * (key_dim + value_dim) * itemsize
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """What a cache must be able to hold. All of it is known before the first prefill."""
+
+    rows: int  # sequences that decode at one time
+    prompts: int  # prompts that are held at one time, where a group shares its prompt
+    group: int  # most rows that one prompt may have
+    kept: int  # most prompt keys that stay, per layer and KV head
+    new_tokens: int  # most tokens that are fed after a prompt
+    slots: int  # per row, layer and KV head, where rows own their prompt keys
+    tokens: int  # longest prompt + completion, the length of the record
+    longest_prompt: int
+    ragged_prompts: bool  # whether prompts differ in the number of keys that stay
+    waiting: bool  # whether more sequences will come than there are rows
+    observation_window: int
+    accumulates_attention: bool
+
+
+@dataclass(frozen=True)
+class PromptInfo:
+    """What a cache must know of a prompt."""
+
+    length: int
+    budget: int  # keys that may stay; ``NEVER`` where the evictor sets no bound
+    seed: int  # what a random evictor draws from in the prefill
+
+    @property
+    def kept(self) -> int:
+        return min(self.length, self.budget)
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """What all layers of one decode step share."""
+
+    positions: Int[Tensor, " rows"]  # absolute position of each row's new token
+    decoded: Int[Tensor, " rows"]  # tokens that each row has decoded before it
+    width: int  # slots of its own tokens that a row reads: more than any row's ``decoded``
+    masks: dict[tuple[str, int | None], Tensor] = field(default_factory=dict)  # made once per step
+
+
+class KVCache(ABC):
+    """An evictor's choice from each prompt, then one token per row at a time. See module."""
+
+    shares_prompts: ClassVar[bool]  # whether a group holds its prompt once
+
+    def __init__(self, plan: CachePlan, evictor: Evictor, device: torch.device) -> None:
+        self.plan = plan
+        self.evictor = evictor
+        self.device = device
+        self.in_use = plan.rows  # decode steps cover rows up to here
+        self.prompt_lengths, self.decoded, self.active, self.seeds = (
+            torch.zeros(plan.rows, dtype=torch.int64, device=device) for _ in range(4)
+        )
+        self.budgets = torch.full((plan.rows,), NEVER, dtype=torch.int64, device=device)
+        self.recent_windows = torch.zeros(plan.rows, dtype=torch.int64, device=device)
+        self.prefill_bytes = 0  # largest keys + values of one layer's whole prompt seen so far
+        self.token_bytes = 0  # keys and values of one token over all layers
+        self._layers_filled: set[int] = set()
+
+    # -- memory ---------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes that keys and values really occupy."""
+
+    @staticmethod
+    @abstractmethod
+    def slots_needed(plan: CachePlan) -> int:
+        """Slots per layer and KV head that a cache of this plan will allocate."""
+
+    # -- prompts and rows -----------------------------------------------------------------------
+
+    @abstractmethod
+    def can_open(self, samples: int, seated_now: int) -> bool:
+        """Whether there is room for another prompt with so many sequences to come."""
+
+    @abstractmethod
+    def open_prompt(self, prompt: PromptInfo, samples: int, rows: list[int]) -> int:
+        """Make room for a prompt; ``rows`` are the ones that will be seated first. Returns its place."""
+
+    @abstractmethod
+    def store_prompt(
+        self,
+        layer: int,
+        place: int,
+        query: Float[Tensor, "1 heads prompt head_dim"],
+        key: Float[Tensor, "1 kv_heads prompt head_dim"],
+        value: Float[Tensor, "1 kv_heads prompt value_dim"],
+        index: Int[Tensor, "kv_heads kept"] | None,
+        attention_received: Float[Tensor, "1 kv_heads prompt"] | None,
+        scoring: Scoring,
+    ) -> None:
+        """Store the prompt keys at ``index``, in order of position (``None``: all of them)."""
+
+    def seat(self, rows: list[int], place: int, prompt: PromptInfo, seeds: list[int]) -> None:
+        """Let one sequence of the prompt begin in each of these free rows."""
+        index = torch.tensor(rows, device=self.device)
+        self.prompt_lengths[index] = prompt.length
+        self.decoded[index] = 0
+        self.active[index] = 1
+        self.seeds[index] = torch.tensor(seeds, device=self.device)
+        self.budgets[index] = prompt.budget
+        self.recent_windows[index] = self.evictor.recent_window_for(prompt.budget)
+        self._seat(rows, place)
+
+    @abstractmethod
+    def _seat(self, rows: list[int], place: int) -> None: ...
+
+    def release(self, row: int) -> None:
+        """Free the row of a finished sequence, after its record was read."""
+        self.active[row] = 0
+        self.decoded[row] = 0
+        self._release(row)
+
+    @abstractmethod
+    def _release(self, row: int) -> None: ...
+
+    def shrink(self, moves: list[tuple[int, int]], in_use: int) -> None:
+        """Move sequences (from row, to free row) and let steps cover the first ``in_use`` rows only."""
+        for source, target in moves:
+            for state in (
+                self.prompt_lengths,
+                self.decoded,
+                self.active,
+                self.seeds,
+                self.budgets,
+                self.recent_windows,
+            ):
+                state[target] = state[source]
+            self.active[source] = 0
+            self._move(source, target)
+        self.in_use = in_use
+
+    @abstractmethod
+    def _move(self, source: int, target: int) -> None: ...
+
+    # -- decoding -------------------------------------------------------------------------------
+
+    def step(self, width: int) -> DecodeStep:
+        """The coming decode step, over the rows in use."""
+        rows = slice(0, self.in_use)
+        return DecodeStep((self.prompt_lengths + self.decoded)[rows], self.decoded[rows], width)
+
+    def advance(self) -> None:
+        """Count one decoded token for every seated sequence."""
+        self.decoded += self.active
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: int,
+        query: Float[Tensor, "rows heads 1 head_dim"],
+        key: Float[Tensor, "rows kv_heads 1 head_dim"],
+        value: Float[Tensor, "rows kv_heads 1 value_dim"],
+        step: DecodeStep,
+        scoring: Scoring,
+    ) -> Float[Tensor, "rows heads 1 value_dim"]:
+        """Store one new token per row and attend from it."""
+
+    @abstractmethod
+    def evict(self, rows: list[int]) -> None:
+        """Cut every layer of these rows down to their budgets, after their last query was computed."""
+
+    @abstractmethod
+    def evicted_at(self, row: int, tokens: int) -> Int[Tensor, "layers kv_heads tokens"]:
+        """The record of one row's first ``tokens`` tokens, on the CPU."""
+
+    # -- eviction from a prompt -----------------------------------------------------------------
+
+    def prefill(
+        self,
+        layer: int,
+        place: int,
+        prompt: PromptInfo,
+        query: Float[Tensor, "1 heads prompt head_dim"],
+        key: Float[Tensor, "1 kv_heads prompt head_dim"],
+        value: Float[Tensor, "1 kv_heads prompt value_dim"],
+        attention_received: Float[Tensor, "1 kv_heads prompt"] | None,
+        scoring: Scoring,
+    ) -> None:
+        """Evict from one layer's full prompt and store what stays.
+
+        Called as soon as that layer has attended, so at no time do two layers hold a full prompt.
+        """
+        size = key.numel() * key.element_size() + value.numel() * value.element_size()
+        self.prefill_bytes = max(self.prefill_bytes, size)
+        if layer not in self._layers_filled:
+            self._layers_filled.add(layer)
+            self.token_bytes += size // key.shape[2]
+        index = None
+        if key.shape[2] > prompt.budget:
+            view = self._prompt_view(layer, prompt, query, key, value, attention_received, scoring)
+            keep = self._select(view, prompt)[0]
+            # the same number stays in every head; a stable sort puts those first, in order
+            index = (~keep).to(torch.uint8).argsort(dim=-1, stable=True)[:, : prompt.kept]
+        self.store_prompt(layer, place, query, key, value, index, attention_received, scoring)
+
+    def _select(self, view: LayerView, prompt: PromptInfo) -> Bool[Tensor, "1 kv_heads prompt"]:
+        budget, window = (
+            torch.tensor([n], device=self.device)
+            for n in (prompt.budget, self.evictor.recent_window_for(prompt.budget))
+        )
+        return self.evictor.select(
+            self.evictor.score(view), view.positions, view.query_positions, budget, window
+        )
+
+    def _prompt_view(
+        self,
+        layer: int,
+        prompt: PromptInfo,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_received: Tensor | None,
+        scoring: Scoring,
+    ) -> LayerView:
+        tokens = torch.arange(prompt.length, dtype=torch.int32, device=key.device)
+        first = max(prompt.length - self.plan.observation_window, 0)
+        watches = self.plan.observation_window > 0
+        return LayerView(
+            layer=layer,
+            keys=key,
+            values=value,
+            positions=tokens.expand(1, key.shape[1], -1),
+            query_positions=torch.tensor([prompt.length - 1], device=key.device),
+            seeds=torch.tensor([prompt.seed], device=key.device),
+            scaling=scoring.scaling,
+            softcap=scoring.softcap,
+            sliding_window=scoring.sliding_window,
+            window_queries=query[:, :, first:] if watches else None,
+            window_positions=tokens[None, first:] if watches else None,
+            attention_received=attention_received,
+        )

@@ -43,6 +43,7 @@ NUM_SINKS = 2
 RECENT_WINDOW = 4
 MAX_NEW_TOKENS = 24
 GROUP = 3
+SEED = 3
 PROMPT_LENGTHS = (30, 17, 7, 1)  # above the budget twice, below it, and the shortest possible
 
 _COMMON: dict[str, Any] = {
@@ -204,7 +205,7 @@ def rollout(
     settings = {
         "group_size": GROUP,
         "max_new_tokens": MAX_NEW_TOKENS,
-        "seed": 3,
+        "seed": SEED,
         "stop_token_ids": STOPS,
     } | settings
     engine = RolloutEngine(model, None, evictor, evict_every)

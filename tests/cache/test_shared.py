@@ -90,7 +90,7 @@ def _both(x: dict[str, torch.Tensor], scoring: Scoring) -> list[tuple[torch.Tens
 @pytest.mark.parametrize("plain", [False, True], ids=["kernel", "plain"])
 def test_a_part_that_sees_nothing_weighs_nothing(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if plain:
-        monkeypatch.setattr(kernel, "_FLASH_CPU", None)
+        monkeypatch.setattr(kernel, "FLASH_CPU", None)
     x = parts(None, torch.float64)
     x["visible"][..., :5] = False
     scoring = Scoring(0.3)
@@ -102,7 +102,7 @@ def test_a_part_that_sees_nothing_weighs_nothing(plain: bool, monkeypatch: pytes
 def test_without_that_kernel_sampling_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """What other devices run: the log-sum-exp worked out in plain torch."""
     fast = sample("llama-gqa", "snapkv", torch.float64, None, [2] * 4)
-    monkeypatch.setattr(kernel, "_FLASH_CPU", None)
+    monkeypatch.setattr(kernel, "FLASH_CPU", None)
     plain = sample("llama-gqa", "snapkv", torch.float64, None, [2] * 4)
     assert plain.completion_ids == fast.completion_ids
     for ours, theirs in zip(plain.sparse_logprobs, fast.sparse_logprobs, strict=True):

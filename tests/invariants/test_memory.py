@@ -12,11 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shadowmask.rollout
 from shadowmask import RolloutBatch, RolloutEngine, get_evictor, shadow_logprobs
-from shadowmask.attention import replay
+from shadowmask.attention import completions, kernel
 from shadowmask.cache import OwnedSlotCache, SharedPromptCache, slot_bytes
 from shadowmask.cache.slots import LayerSlots
 from shadowmask.sampler import Sampler
-from tiny_models import MAX_NEW_TOKENS, make_evictor, make_learner, make_model, make_prompts, rollout
+from tiny_models import BUDGET, MAX_NEW_TOKENS, make_evictor, make_learner, make_model, make_prompts, rollout
+from tolerances import FLOAT64
 
 PROMPT, LONG_BUDGET, NEW, EVERY = 4096, 512, 12, 4
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 16
@@ -208,21 +209,53 @@ def test_no_tensor_is_tokens_by_tokens(evictor: str) -> None:
     assert plain.elements >= PROMPT * PROMPT
 
 
-def test_the_learner_attends_to_what_was_kept_only(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel_at_hand", [True, False])
+def test_the_learner_attends_to_what_was_kept_only(
+    kernel_at_hand: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Completion rows gather the prompt keys that some member still sees: budget-sized, not prompt-sized."""
-    batch = long_rollout("recent", group=2)
+    batch = long_rollout("recent", evict_every=None, group=2)
     model = make_learner(dtype=torch.float32)
     seen: list[int] = []
-    original = replay.chunked_attention
+    shared, copied = completions.group_attention, completions.chunked_attention
+
+    def count_shared(own: Any, prompt: Any, *rest: Any) -> Any:
+        seen.append(prompt[0].shape[1])
+        return shared(own, prompt, *rest)
+
+    def count_copied(query: Any, key: Any, *rest: Any) -> Any:
+        seen.append(key.shape[2] - (NEW - 1))
+        return copied(query, key, *rest)
+
+    monkeypatch.setattr(completions, "group_attention", count_shared)
+    monkeypatch.setattr(completions, "chunked_attention", count_copied)
+    monkeypatch.setattr(completions, "can_share", lambda *_: kernel_at_hand)
+    with torch.no_grad():
+        shadow_logprobs(model, batch)
+    assert seen == [LONG_BUDGET] * LAYERS
+
+
+def test_keys_that_no_row_of_a_chunk_sees_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode-time eviction: attention follows the budget, however long prompt and completion are."""
+    chunk = 8
+    monkeypatch.setattr(kernel, "QUERY_CHUNK", chunk)
+    engine = RolloutEngine(make_model(), None, make_evictor("h2o"), EVERY)
+    batch = engine.generate(make_prompts((60,)), 2, 64, stop_token_ids=[])
+    seen: list[int] = []
+    attend = completions.masked_attention
 
     def counting(query: Any, key: Any, *rest: Any) -> Any:
         seen.append(key.shape[2])
-        return original(query, key, *rest)
+        return attend(query, key, *rest)
 
-    monkeypatch.setattr(replay, "chunked_attention", counting)
+    monkeypatch.setattr(completions, "masked_attention", counting)
     with torch.no_grad():
-        shadow_logprobs(model, batch)
-    assert seen and max(seen) == LONG_BUDGET + NEW - 1
+        replayed = shadow_logprobs(make_learner(), batch)
+    assert len(seen) == LAYERS * 2 * 8  # members and chunks
+    # what an eviction left, what came until the next one, and the chunk itself
+    assert max(seen) <= BUDGET + EVERY + chunk
+    gaps = [(a - b).abs().max() for a, b in zip(replayed, batch.sparse_logprobs, strict=True)]
+    assert float(max(gaps)) <= FLOAT64
 
 
 def test_layers_are_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from shadowmask import NEVER, ShadowMask
 from shadowmask.eviction import EVICTORS, LayerView, list_evictors
+from shadowmask.sampler import sequence_seeds
 from tiny_models import (
     BUDGET,
     GROUP,
     NUM_SINKS,
     RECENT_WINDOW,
+    SEED,
     make_evictor,
     make_prompts,
     rollout,
@@ -155,19 +157,19 @@ def test_cat_slice_save_and_load_round_trip(
 # -- the real cache against sets ------------------------------------------------------------------
 
 
-def spying(name: str, log: list[tuple[int, Tensor, Tensor]]) -> Any:
-    """An evictor of that name that notes (layer, query positions, positions kept) of every eviction."""
+def spying(name: str, log: list[tuple[int, list[int], Tensor, Tensor]]) -> Any:
+    """An evictor of that name that notes (layer, seeds, query positions, kept positions) of evictions."""
     base = EVICTORS[name]
 
     class Spy(base):  # type: ignore[misc, valid-type]
         def score(self, view: LayerView) -> Tensor:
-            self.layer = view.layer
+            self.layer, self.sequences = view.layer, view.seeds.tolist()
             return super().score(view)
 
         def select(self, scores: Tensor, positions: Tensor, queries: Tensor, *limits: Tensor) -> Tensor:
             keep = super().select(scores, positions, queries, *limits)
             kept = torch.where(keep, positions, -1)
-            log.append((self.layer, queries.clone(), kept.clone()))
+            log.append((self.layer, self.sequences, queries.clone(), kept.clone()))
             return keep
 
     spy = make_evictor(name)
@@ -178,7 +180,7 @@ def spying(name: str, log: list[tuple[int, Tensor, Tensor]]) -> Any:
 @pytest.mark.parametrize("evict_every", [None, 1, 5])
 @pytest.mark.parametrize("evictor", EVICTING)
 def test_the_record_is_what_the_cache_held(evictor: str, evict_every: int | None) -> None:
-    log: list[tuple[int, Tensor, Tensor]] = []
+    log: list[tuple[int, list[int], Tensor, Tensor]] = []
     prompts = make_prompts()
     batch = rollout(shared_model(), spying(evictor, log), evict_every)
     rows = len(batch.completion_ids)
@@ -186,17 +188,23 @@ def test_the_record_is_what_the_cache_held(evictor: str, evict_every: int | None
     long = [len(prompt) for prompt in prompts if len(prompt) > BUDGET]
     prefills, decodes = log[: len(long) * layers], log[len(long) * layers :]
     held: dict[tuple[int, int], dict[tuple[int, int], set[int]]] = {}  # (row, query) -> (layer, head) -> set
-    for layer, query, kept in prefills:
+    # rows come and go, a sequence is known by its seed
+    row_of = {
+        seed: n * GROUP + member
+        for n, prompt in enumerate(prompts)
+        for member, seed in enumerate(sequence_seeds(SEED, prompt, GROUP)[1])
+    }
+    for layer, _, query, kept in prefills:
         assert kept.shape[0] == 1
         for row in range(rows):
             if len(batch.prompts_per_completion[row]) == int(query) + 1:
                 cell = held.setdefault((row, int(query)), {})
                 cell |= {(layer, h): set(kept[0, h].tolist()) - {-1} for h in range(heads)}
-    for layer, query, kept in decodes:
-        assert kept.shape[0] == rows and evict_every is not None
-        for row in range(rows):
-            cell = held.setdefault((row, int(query[row])), {})
-            cell |= {(layer, h): set(kept[row, h].tolist()) - {-1} for h in range(heads)}
+    for layer, seeds, query, kept in decodes:
+        assert kept.shape[0] == len(seeds) <= rows and evict_every is not None
+        for n, seed in enumerate(seeds):
+            cell = held.setdefault((row_of[seed], int(query[n])), {})
+            cell |= {(layer, h): set(kept[n, h].tolist()) - {-1} for h in range(heads)}
 
     evictions = 0
     for row, entry in enumerate(batch.shadow):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -167,16 +168,22 @@ def received_attention(
 
 def additive_mask(visible: Bool[Tensor, ...], query: Float[Tensor, "... head_dim"]) -> Float[Tensor, ...]:
     """0 where attended, the lowest finite number elsewhere, in the dtype that this query attends in."""
-    dtype = _attention_dtype(query)
+    dtype = attention_dtype(query)
     return torch.zeros(visible.shape, dtype=dtype, device=query.device).masked_fill_(
         ~visible, torch.finfo(dtype).min
     )
 
 
-def _attention_dtype(query: Tensor) -> torch.dtype:
+def attention_dtype(query: Tensor) -> torch.dtype:
     # as autocast does for the learner's SDPA; rotary embeddings leave queries and keys wider
     device = query.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+
+
+def has_flash(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
+    """Whether torch's CPU kernel takes these tensors: no softcap, keys and values of one size."""
+    plain = scoring.softcap is None and query.shape[-1] == value.shape[-1]
+    return plain and query.device.type == "cpu" and FLASH_CPU is not None
 
 
 def partial_attention(
@@ -194,13 +201,13 @@ def partial_attention(
     Args:
         mask: from ``additive_mask``.
     """
-    dtype = _attention_dtype(query)
+    dtype = attention_dtype(query)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if query.device.type == "cpu" and scoring.softcap is None and _FLASH_CPU is not None:
+    if has_flash(query, value, scoring):
         # the kernel behind SDPA on CPU, which computes the log-sum-exp and keeps it to itself
         if mask is not None:
             mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], -1)
-        return _FLASH_CPU(query, key, value, 0.0, False, attn_mask=mask, scale=scoring.scaling)
+        return FLASH_CPU(query, key, value, 0.0, False, attn_mask=mask, scale=scoring.scaling)
     logits = scoring.logits(query @ key.transpose(-1, -2))
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if mask is not None:
@@ -220,4 +227,4 @@ def merge_partials(
     return torch.lerp(a.to(weight.dtype), b.to(weight.dtype), weight).to(a.dtype)
 
 
-_FLASH_CPU = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+FLASH_CPU: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)

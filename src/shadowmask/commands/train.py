@@ -35,7 +35,7 @@ from shadowmask.models import base_model
 from shadowmask.report.plots import plot_run
 from shadowmask.report.progress import ProgressDisplay
 from shadowmask.report.run_folder import RunFolder
-from shadowmask.tasks import RecallTask
+from shadowmask.tasks import RecallTask, list_tasks
 from shadowmask.trl import SMDConfig, SMDTrainer
 from trl import ModelConfig, get_peft_config
 
@@ -54,22 +54,33 @@ class ReplayableModelConfig(ModelConfig):
 class TrainArguments:
     """What to train on. Settings of the method are in ``SMDConfig``."""
 
-    task: str | None = field(default=None, metadata={"help": "A built-in task, e.g. recall."})
+    task: str | None = field(
+        default=None,
+        metadata={"help": f"A built-in task: {', '.join(list_tasks())}, or reasoning-gym:<data set>."},
+    )
     task_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Settings of the task as JSON, e.g. '{\"num_facts\": 8}'."}
     )
     dataset: str | None = field(
         default=None,
         metadata={
-            "help": "Instead of a task: a hub data set, or a .jsonl, .json or .parquet file with a "
-            "prompt column."
+            "help": "A hub name, or a .jsonl, .json or .parquet file or folder: data of the task's schema, "
+            "or without a task, of your own with a prompt column."
         },
+    )
+    dataset_config: str | None = field(
+        default=None, metadata={"help": "Configuration of the data set, where it has several."}
     )
     dataset_split: str = field(default="train", metadata={"help": "Split of the data set."})
     reward: str | None = field(
-        default=None, metadata={"help": "Reward function as module:function, in TRL's signature."}
+        default=None, metadata={"help": "Reward as module:function or path.py:function, in TRL's signature."}
     )
-    train_size: int = field(default=1024, metadata={"help": "Prompts that a task makes for training."})
+    max_prompt_tokens: int | None = field(
+        default=None, metadata={"help": "Cut longer prompts and say so. Default: the task's limit, or none."}
+    )
+    train_size: int = field(
+        default=1024, metadata={"help": "Prompts of a task to train on; all it has, if fewer."}
+    )
     eval_size: int = field(
         default=0,
         metadata={"help": "Held-out prompts, answered greedily before and after the run. 0: none."},
@@ -157,6 +168,7 @@ class Run:
         started = time.perf_counter()
         checkpoint = last_checkpoint(self.folder.path) if self.args.resume else None
         model, tokenizer = self._load()
+        self._fit_prompts(tokenizer)
         trainer = self._make_trainer(model, tokenizer)
         self._write_settings()
         before = self._evaluate(trainer, "before")
@@ -198,6 +210,13 @@ class Run:
         path = warm_model_path(self.data.task, recipe, self._show_warmup)
         return load_model(str(path), self.model_config.dtype)
 
+    def _fit_prompts(self, tokenizer: Any) -> None:
+        """Cut the prompts to the allowed length and report what that took away."""
+        self.data, reports = self.data.fitted(tokenizer, self.args.max_prompt_tokens)
+        for name, report in reports.items():
+            self.display.say(f"{name.replace('_', '-')} data: {report}")
+        self.folder.write_json("data.json", {name: report.as_dict() for name, report in reports.items()})
+
     def _show_warmup(self, step: int, steps: int, loss: float) -> None:
         self.display.say(f"supervised warm-up {step}/{steps}: loss {loss:.3f}")
 
@@ -236,7 +255,7 @@ class Run:
                 base_model(trainer.model),
                 trainer.processing_class,
                 self.data.held_out,
-                self.data.reward,
+                self.data.score,
                 evictor,
                 every,
                 config.max_completion_length,

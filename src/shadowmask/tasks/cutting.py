@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 ATTEMPTS = 8  # a cut text may have a few tokens more or fewer than counted
+MARK = " ... "
 
 Shorten = Callable[[dict[str, Any], int, Any], dict[str, Any] | None]
 
@@ -125,14 +126,14 @@ def cut_end(text: str, surplus: int, tokenizer: Any) -> str:
 
 
 def cut_middle(text: str, surplus: int, tokenizer: Any) -> str:
-    """Take about ``surplus`` tokens out of the middle of a text, where " ... " stands instead."""
+    """Take about ``surplus`` tokens out of the middle of a text, where ``MARK`` stands instead."""
     ends = _ends(text, tokenizer)
-    keep = len(ends) - surplus - 3  # for the mark
+    keep = len(ends) - surplus - len(_ends(MARK, tokenizer))
     if keep < 2:
         return ""
     head = text[: ends[(keep + 1) // 2 - 1]]
     tail = text[ends[len(ends) - keep // 2 - 1] :]
-    return f"{head.rstrip()} ... {tail.lstrip()}"
+    return f"{head.rstrip()}{MARK}{tail.lstrip()}"
 
 
 def shorten_prompt(row: dict[str, Any], surplus: int, tokenizer: Any) -> dict[str, Any] | None:

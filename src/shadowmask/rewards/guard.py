@@ -31,7 +31,7 @@ def isolate_failures(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Coroutine functions are returned as they are.
     """
-    if inspect.iscoroutinefunction(function):
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         return function
 
     @functools.wraps(function)

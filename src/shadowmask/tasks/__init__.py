@@ -14,6 +14,7 @@ from shadowmask.tasks.hard_needle import HardNeedleTask
 from shadowmask.tasks.hotpotqa import HotpotqaTask
 from shadowmask.tasks.multihop import MultihopTask
 from shadowmask.tasks.recall import RecallTask
+from shadowmask.tasks.stand_ins import AclsumTask, AsdivTask, XsumTask
 from shadowmask.tasks.tldr import TldrTask
 
 TASKS: dict[str, type[Task]] = {
@@ -21,6 +22,7 @@ TASKS: dict[str, type[Task]] = {
     for task in (
         *(RecallTask, MultihopTask, ArithmeticTask, HardNeedleTask),
         *(Gsm8kTask, HotpotqaTask, TldrTask, GovreportTask),
+        *(AsdivTask, XsumTask, AclsumTask),
     )
 }
 

@@ -63,6 +63,10 @@ class DataTask(Task):
         """The columns to look for; a task may let the user name them."""
         return self.columns
 
+    def usable(self, table: Table) -> Table:
+        """Leave out records that the task has no use for. The default keeps all."""
+        return table
+
     @cached_property
     def _records(self) -> tuple[Table, Table]:
         own = self.source is None
@@ -83,4 +87,4 @@ class DataTask(Task):
         rows = splits[split]
         where = self.where if len(splits) == 1 else f"{self.where} ({split})"
         found = find_columns(where, rows.column_names, self.fields())
-        return Table(rows, found, where, range(len(rows)))
+        return self.usable(Table(rows, found, where, range(len(rows))))

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shadowmask.extras import need
+from shadowmask.extras import need, package_file
 
 FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+PACKAGE = "package:"  # data inside an installed package
 EVAL_NAMES = ("validation", "valid", "dev", "test")
 
 Records = Mapping[str, Any]  # split -> datasets.Dataset
@@ -31,6 +32,8 @@ class Hub:
 def load_splits(name: str, config: str | None = None) -> Records:
     """Load a hub data set, a .jsonl, .json or .parquet file, or a folder of such files.
 
+    ``package:name/file`` is a file inside an installed package.
+
     Raises:
         ValueError: it does not exist, is empty or cannot be read.
         ImportError: the library ``datasets`` is missing.
@@ -38,7 +41,7 @@ def load_splits(name: str, config: str | None = None) -> Records:
     datasets = need("datasets")
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    path = Path(name).expanduser()
+    path = package_file(name.removeprefix(PACKAGE)) if name.startswith(PACKAGE) else Path(name).expanduser()
     kind = FILES.get(path.suffix)
     if kind and not path.is_file():
         raise ValueError(f"data file {name!r} does not exist")
@@ -111,6 +114,11 @@ class Table:
                     f"data set {self.where!r}, row {self.picked[n]}: column {column!r} is {record[column]!r}"
                 )
         return {field: record[column] for field, column in self.columns.items()}
+
+    def column(self, field: str) -> list[Any]:
+        """Return one field of every row, unchecked."""
+        values = self.rows[self.columns[field]]
+        return [values[n] for n in self.picked]
 
     def pick(self, numbers: Iterable[int]) -> Table:
         """Return some of these rows, by their place here."""

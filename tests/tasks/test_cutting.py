@@ -29,6 +29,20 @@ def test_a_tokenizer_without_offsets_will_do(tokenizer):
     assert cut_end(TEXT, 4, Slow()) == cut_end(TEXT, 4, tokenizer)
 
 
+def test_characters_of_several_tokens_are_cut_whole():
+    class Bytes:  # three tokens a character, as rare ones have
+        is_fast = True
+
+        def __call__(self, text, **kwargs):
+            spans = [(n, n + 1) for n in range(len(text)) for _ in range(3)]
+            return {"input_ids": [0] * len(spans), "offset_mapping": spans}
+
+    assert cut_end("abcdef", 1, Bytes()) == "abcde"
+    for limit in range(36, 90):
+        (row,), _ = fit_rows([{"prompt": TEXT}], shorten_prompt, Bytes(), limit)
+        assert limit - 12 < 3 * len(row["prompt"]) <= limit
+
+
 def test_own_prompts_lose_their_middle_and_the_report_counts_it(tokenizer):
     rows = [{"prompt": TEXT, "n": 0}, {"prompt": "short", "n": 1}, {"prompt": TEXT * 2, "n": 2}]
     fitted, report = fit_rows(rows, shorten_prompt, tokenizer, 30)

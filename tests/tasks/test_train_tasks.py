@@ -8,6 +8,11 @@ from pathlib import Path
 import pytest
 
 from shadowmask.cli import main
+from shadowmask.commands.common import parse
+from shadowmask.commands.data import load_data
+from shadowmask.commands.train import ReplayableModelConfig, TrainArguments, _with_defaults
+from shadowmask.tasks import get_task
+from shadowmask.trl import SMDConfig
 
 PROCEDURAL = {
     "recall": {"num_facts": 3, "num_fillers": 1},
@@ -100,6 +105,23 @@ def test_a_task_may_be_given_another_reward(settings: list[str], tmp_path: Path)
     row = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[0])
     assert "rewards/length/mean" in row
     assert json.loads(Path("run/accuracy_after.json").read_text())["dense"]["mean"] > 1  # its scale, not ours
+
+
+def test_the_demo_on_another_task_takes_none_of_its_settings() -> None:
+    kinds = [TrainArguments, SMDConfig, ReplayableModelConfig]
+    for own, kwargs in (([], {}), (["--task_kwargs", '{"num_hops": 3}'], {"num_hops": 3})):
+        args, config, model = parse(kinds, _with_defaults(["--task", "multihop", *own]), "train", "")
+        assert (args.task, args.warmup_sft_steps) == ("multihop", 0)
+        assert load_data(args, 0).task == get_task("multihop", **kwargs)
+        assert model.model_name_or_path == "demo"
+        assert config.compression_ratio == 0.5
+    args, *_ = parse(kinds, _with_defaults([]), "train", "")
+    assert (args.task, args.warmup_sft_steps) == ("recall", 5)
+
+
+def test_own_data_needs_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--dataset", "mine.jsonl", "--output_dir", str(tmp_path / "run")]) == 1
+    assert "name a model: --model_name_or_path" in capsys.readouterr().err
 
 
 BAD_REWARDS = """

@@ -116,12 +116,14 @@ def _with_defaults(argv: list[str]) -> list[str]:
         if not own.is_file():
             raise UserError(f"--resume: {own.parent} is not a run folder (it has no config.yaml)")
         return ["--config", str(own), *argv]
-    if "--model_name_or_path" in argv:
+    if "--model_name_or_path" in argv or ("--dataset" in argv and "--task" not in argv):
         return argv
     demo = importlib.resources.files("shadowmask") / "configs" / "demo.yaml"
     defaults = ["--config", str(demo)]
     if "--output_dir" not in argv:
         defaults += ["--output_dir", str(_free_folder(Path("runs/demo")))]
+    if "--task" in argv[:-1] and argv[argv.index("--task") + 1] != RecallTask.name:
+        defaults += ["--task_kwargs", "{}", "--warmup_sft_steps", "0"]  # the demo's are for its own task
     return [*defaults, *argv]
 
 

@@ -94,11 +94,11 @@ def _fit(
     row: dict[str, Any], tokens: int, shorten: Shorten, tokenizer: Any, limit: int
 ) -> dict[str, Any] | None:
     current: dict[str, Any] | None = row
-    for _ in range(ATTEMPTS):
+    for attempt in range(ATTEMPTS):
         if tokens <= limit:
             return current
         assert current is not None
-        current = shorten(current, tokens - limit, tokenizer)
+        current = shorten(current, tokens - limit + attempt, tokenizer)
         if current is None:
             return None
         tokens = count_tokens(current["prompt"], tokenizer)
@@ -121,7 +121,7 @@ def count_tokens(prompt: str | list[dict[str, Any]], tokenizer: Any) -> int:
 def cut_end(text: str, surplus: int, tokenizer: Any) -> str:
     """Take about ``surplus`` tokens off the end of a text; what stays is a part of it, letter by letter."""
     ends = _ends(text, tokenizer)
-    keep = len(ends) - surplus
+    keep = _whole(ends, len(ends) - surplus)
     return text[: ends[keep - 1]].rstrip() if keep > 0 else ""
 
 
@@ -129,9 +129,10 @@ def cut_middle(text: str, surplus: int, tokenizer: Any) -> str:
     """Take about ``surplus`` tokens out of the middle of a text, where ``MARK`` stands instead."""
     ends = _ends(text, tokenizer)
     keep = len(ends) - surplus - len(_ends(MARK, tokenizer))
-    if keep < 2:
+    first = _whole(ends, (keep + 1) // 2)
+    if keep < 2 or first < 1:
         return ""
-    head = text[: ends[(keep + 1) // 2 - 1]]
+    head = text[: ends[first - 1]]
     tail = text[ends[len(ends) - keep // 2 - 1] :]
     return f"{head.rstrip()}{MARK}{tail.lstrip()}"
 
@@ -149,6 +150,13 @@ def shorten_prompt(row: dict[str, Any], surplus: int, tokenizer: Any) -> dict[st
         return None
     messages = [message | {"content": text} if n == longest else message for n, message in enumerate(prompt)]
     return row | {"prompt": messages}
+
+
+def _whole(ends: list[int], keep: int) -> int:
+    """Keep fewer tokens rather than a part of a character that is spread over several."""
+    while 0 < keep < len(ends) and ends[keep - 1] == ends[keep]:
+        keep -= 1
+    return keep
 
 
 def _ends(text: str, tokenizer: Any) -> list[int]:

@@ -71,6 +71,7 @@ def test_a_published_task_on_local_data(
     check_run(Path("run"), limit=LIMITS[task])
     said = capsys.readouterr().out
     assert "train data: 4 prompts of" in said
+    assert f"held-out {get_task(task).metric} before training, evicted cache: 0." in said
     if task != "gsm8k":
         assert f"cut to max_prompt_tokens={LIMITS[task]}" in said
 

@@ -31,6 +31,11 @@ class TrainData:
     task: Task | None
     own_reward: bool = True
 
+    @property
+    def metric(self) -> str:
+        """What ``score`` measures."""
+        return "reward" if self.task is None or self.own_reward else self.task.metric
+
     def score(self, **columns: Any) -> Sequence[float | None]:
         """Score held-out completions: by the task's metric, or by the user's own reward."""
         if self.task is None or self.own_reward:

@@ -238,7 +238,7 @@ class Run:
         return trainer
 
     def _evaluate(self, trainer: SMDTrainer, moment: str) -> dict[str, Accuracy]:
-        """Greedy accuracy on the held-out prompts, dense and under the training cache."""
+        """Greedy completions of the held-out prompts, scored dense and under the training cache."""
         if not self.data.held_out:
             return {}
         path = self.folder.path / f"accuracy_{moment}.json"
@@ -252,7 +252,7 @@ class Run:
         }
         result = {}
         for name, (evictor, every) in caches.items():
-            self.display.say(f"held-out accuracy {moment} training, {name} cache ...")
+            self.display.say(f"held-out {self.data.metric} {moment} training, {name} cache ...")
             result[name] = greedy_accuracy(
                 base_model(trainer.model),
                 trainer.processing_class,
@@ -264,7 +264,7 @@ class Run:
             )
         self.folder.write_json(path.name, {name: dataclasses.asdict(a) for name, a in result.items()})
         for name, accuracy in result.items():
-            self.display.say(f"held-out accuracy {moment} training, {name:7} cache: {accuracy}")
+            self.display.say(f"held-out {self.data.metric} {moment} training, {name:7} cache: {accuracy}")
         return result
 
     def _report(

@@ -68,12 +68,12 @@ class ReasoningGymTask(Task):
 
     def _rows(self, split: str, seed: int) -> Iterator[Row]:
         """Rows of a split without end, from one library data set after the other."""
+        settings = _frozen(self.settings)
         for block in itertools.count():
             gym_seed = random.Random(f"{self.gym}/{seed}/{block}").randrange(SEEDS)
-            entries = _entries(self.gym, _frozen(self.settings), gym_seed)
             found = 0
             for n in range(SPAN):
-                entry = entries[n]
+                entry = _entry(self.gym, settings, gym_seed, n)  # kept for the verifier
                 if split_of(entry["question"]) == split:
                     found += 1
                     yield self._row(entry, gym_seed, n)

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from shadowmask.tasks import RecallTask, get_task
-from shadowmask.tasks.recall import FILLERS, ITEMS
+from shadowmask.tasks.procedural import FILLERS
+from shadowmask.tasks.recall import ITEMS
 
 SETTINGS = [
     RecallTask(),
@@ -119,7 +120,7 @@ def test_an_unknown_task_gets_the_nearest_name():
     assert get_task("recall", num_facts=3) == RecallTask(num_facts=3)
     with pytest.raises(ValueError, match="did you mean 'recall'"):
         get_task("recal")
-    with pytest.raises(ValueError, match="known tasks: recall"):
+    with pytest.raises(ValueError, match=r"known tasks: .*recall"):
         get_task("zzz")
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -148,21 +150,42 @@ def _looks_local(name: str) -> bool:
 
 
 def import_function(spec: str) -> Callable[..., Any]:
-    """Import ``module:function``; the working directory counts, as with ``python -m``.
+    """Import ``module:function`` or ``path.py:function``.
+
+    The working directory counts, as with ``python -m``, and so does the folder of a file.
 
     Raises:
-        UserError: no such module or function.
+        UserError: no such module, file or function.
     """
-    module_name, _, function_name = spec.partition(":")
-    if not function_name:
-        raise UserError(f"reward {spec!r} must have the form module:function")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    module_name, _, function_name = spec.rpartition(":")
+    if not module_name or not function_name:
+        raise UserError(f"reward {spec!r} must have the form module:function or path.py:function")
     try:
-        module = importlib.import_module(module_name)
+        module = _import_file(module_name) if module_name.endswith(".py") else _import_module(module_name)
     except ImportError as error:
         raise UserError(f"reward {spec!r}: cannot import {module_name!r} ({error})") from error
+    except SyntaxError as error:
+        raise UserError(f"reward {spec!r}: {module_name}, line {error.lineno}: {error.msg}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise UserError(f"reward {spec!r}: {module_name} has no function {function_name!r}")
     return function
+
+
+def _import_module(name: str) -> ModuleType:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    return importlib.import_module(name)
+
+
+def _import_file(name: str) -> ModuleType:
+    path = Path(name).expanduser().resolve()
+    if not path.is_file():
+        raise ImportError("there is no such file")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    found = importlib.util.spec_from_file_location(path.stem, path)
+    assert found is not None and found.loader is not None  # the name ends in .py
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module

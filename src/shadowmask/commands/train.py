@@ -35,7 +35,7 @@ from shadowmask.models import base_model
 from shadowmask.report.plots import plot_run
 from shadowmask.report.progress import ProgressDisplay
 from shadowmask.report.run_folder import RunFolder
-from shadowmask.tasks import RecallTask
+from shadowmask.tasks import RecallTask, list_tasks
 from shadowmask.trl import SMDConfig, SMDTrainer
 from trl import ModelConfig, get_peft_config
 
@@ -54,22 +54,33 @@ class ReplayableModelConfig(ModelConfig):
 class TrainArguments:
     """What to train on. Settings of the method are in ``SMDConfig``."""
 
-    task: str | None = field(default=None, metadata={"help": "A built-in task, e.g. recall."})
+    task: str | None = field(
+        default=None,
+        metadata={"help": f"A built-in task: {', '.join(list_tasks())}, or reasoning-gym:<data set>."},
+    )
     task_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Settings of the task as JSON, e.g. '{\"num_facts\": 8}'."}
     )
     dataset: str | None = field(
         default=None,
         metadata={
-            "help": "Instead of a task: a hub data set, or a .jsonl, .json or .parquet file with a "
-            "prompt column."
+            "help": "A hub name, or a .jsonl, .json or .parquet file or folder: data of the task's schema, "
+            "or without a task, of your own with a prompt column."
         },
+    )
+    dataset_config: str | None = field(
+        default=None, metadata={"help": "Configuration of the data set, where it has several."}
     )
     dataset_split: str = field(default="train", metadata={"help": "Split of the data set."})
     reward: str | None = field(
-        default=None, metadata={"help": "Reward function as module:function, in TRL's signature."}
+        default=None, metadata={"help": "Reward as module:function or path.py:function, in TRL's signature."}
     )
-    train_size: int = field(default=1024, metadata={"help": "Prompts that a task makes for training."})
+    max_prompt_tokens: int | None = field(
+        default=None, metadata={"help": "Cut longer prompts and say so. Default: the task's limit, or none."}
+    )
+    train_size: int = field(
+        default=1024, metadata={"help": "Prompts of a task to train on; all it has, if fewer."}
+    )
     eval_size: int = field(
         default=0,
         metadata={"help": "Held-out prompts, answered greedily before and after the run. 0: none."},
@@ -105,12 +116,14 @@ def _with_defaults(argv: list[str]) -> list[str]:
         if not own.is_file():
             raise UserError(f"--resume: {own.parent} is not a run folder (it has no config.yaml)")
         return ["--config", str(own), *argv]
-    if "--model_name_or_path" in argv:
+    if "--model_name_or_path" in argv or ("--dataset" in argv and "--task" not in argv):
         return argv
     demo = importlib.resources.files("shadowmask") / "configs" / "demo.yaml"
     defaults = ["--config", str(demo)]
     if "--output_dir" not in argv:
         defaults += ["--output_dir", str(_free_folder(Path("runs/demo")))]
+    if "--task" in argv[:-1] and argv[argv.index("--task") + 1] != RecallTask.name:
+        defaults += ["--task_kwargs", "{}", "--warmup_sft_steps", "0"]  # the demo's are for its own task
     return [*defaults, *argv]
 
 
@@ -157,6 +170,7 @@ class Run:
         started = time.perf_counter()
         checkpoint = last_checkpoint(self.folder.path) if self.args.resume else None
         model, tokenizer = self._load()
+        self._fit_prompts(tokenizer)
         trainer = self._make_trainer(model, tokenizer)
         self._write_settings()
         before = self._evaluate(trainer, "before")
@@ -198,6 +212,13 @@ class Run:
         path = warm_model_path(self.data.task, recipe, self._show_warmup)
         return load_model(str(path), self.model_config.dtype)
 
+    def _fit_prompts(self, tokenizer: Any) -> None:
+        """Cut the prompts to the allowed length and report what that took away."""
+        self.data, reports = self.data.fitted(tokenizer, self.args.max_prompt_tokens)
+        for name, report in reports.items():
+            self.display.say(f"{name.replace('_', '-')} data: {report}")
+        self.folder.write_json("data.json", {name: report.as_dict() for name, report in reports.items()})
+
     def _show_warmup(self, step: int, steps: int, loss: float) -> None:
         self.display.say(f"supervised warm-up {step}/{steps}: loss {loss:.3f}")
 
@@ -217,7 +238,7 @@ class Run:
         return trainer
 
     def _evaluate(self, trainer: SMDTrainer, moment: str) -> dict[str, Accuracy]:
-        """Greedy accuracy on the held-out prompts, dense and under the training cache."""
+        """Greedy completions of the held-out prompts, scored dense and under the training cache."""
         if not self.data.held_out:
             return {}
         path = self.folder.path / f"accuracy_{moment}.json"
@@ -231,19 +252,19 @@ class Run:
         }
         result = {}
         for name, (evictor, every) in caches.items():
-            self.display.say(f"held-out accuracy {moment} training, {name} cache ...")
+            self.display.say(f"held-out {self.data.metric} {moment} training, {name} cache ...")
             result[name] = greedy_accuracy(
                 base_model(trainer.model),
                 trainer.processing_class,
                 self.data.held_out,
-                self.data.reward,
+                self.data.score,
                 evictor,
                 every,
                 config.max_completion_length,
             )
         self.folder.write_json(path.name, {name: dataclasses.asdict(a) for name, a in result.items()})
         for name, accuracy in result.items():
-            self.display.say(f"held-out accuracy {moment} training, {name:7} cache: {accuracy}")
+            self.display.say(f"held-out {self.data.metric} {moment} training, {name:7} cache: {accuracy}")
         return result
 
     def _report(

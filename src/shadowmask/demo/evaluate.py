@@ -62,7 +62,12 @@ def greedy_accuracy(
                 for text, row in zip(texts, part, strict=True)
             ]
             columns = {name: [row[name] for row in part] for name in part[0] if name != "prompt"}
-            scores = reward(prompts=[row["prompt"] for row in part], completions=completions, **columns)
+            scores = reward(
+                prompts=[row["prompt"] for row in part],
+                completions=completions,
+                completion_ids=batch.completion_ids,
+                **columns,
+            )
             if len(scores) != len(part):
                 raise ValueError(f"the reward returned {len(scores)} values for {len(part)} completions")
             rewards += [score for score in scores if score is not None]

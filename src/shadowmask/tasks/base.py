@@ -7,8 +7,13 @@ bound method goes into `reward_funcs` as it is.
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
+from shadowmask.rewards.text import Completion, completion_text
+
 SPLITS = ("train", "eval")
-Completion = str | list[dict[str, Any]]
+Prompt = str | list[dict[str, Any]]
+Row = dict[str, Any]
+
+__all__ = ["SPLITS", "Completion", "Prompt", "Row", "Task", "as_prompt", "check_split", "completion_text"]
 
 
 class Task(ABC):
@@ -19,10 +24,18 @@ class Task(ABC):
     """
 
     name: ClassVar[str]
+    metric: ClassVar[str] = "accuracy"
+    """The one of `metrics` that a table has room for."""
+    max_prompt_tokens: ClassVar[int | None] = None
+    """Longer prompts are cut to this, unless the user says otherwise. None: nothing is cut."""
 
     @abstractmethod
-    def dataset(self, split: str, size: int, seed: int) -> list[dict[str, str]]:
-        """Return `size` rows of a split with at least `prompt` and `answer`, the same in every process."""
+    def dataset(self, split: str, size: int, seed: int) -> list[Row]:
+        """Return `size` rows of a split with at least `prompt` and `answer`, the same in every process.
+
+        A task with data of its own returns what there is, at most `size` rows. Columns whose name
+        starts with an underscore are for `shorten` and are dropped before training.
+        """
 
     @abstractmethod
     def reward(self, completions: list[Completion], answer: list[str], **kwargs) -> list[float]:
@@ -31,13 +44,25 @@ class Task(ABC):
         `kwargs` takes the other columns of the rows, which TRL passes along.
         """
 
-    def target(self, row: dict[str, str]) -> str:
+    def metrics(self, completions: list[Completion], answer: list[str], **kwargs) -> dict[str, list[float]]:
+        """What evaluation reports, by name, one value per completion. The default is the reward."""
+        return {self.metric: self.reward(completions, answer, **kwargs)}
+
+    def shorten(self, row: Row, surplus: int, tokenizer: Any) -> Row | None:
+        """Return the row with a prompt about `surplus` tokens shorter, or None if nothing may be cut."""
+        return None
+
+    def target(self, row: Row) -> str:
         """Return the text that a model should write after the prompt, for supervised warm-up."""
         return f" {row['answer']}"
 
 
-def completion_text(completion: Completion) -> str:
-    """Return what was written, from plain text or from a list of chat messages."""
-    if isinstance(completion, str):
-        return completion
-    return "".join(message["content"] for message in completion)
+def check_split(split: str) -> None:
+    """Raise ValueError for a split that no task has."""
+    if split not in SPLITS:
+        raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
+
+
+def as_prompt(text: str, chat: bool) -> Prompt:
+    """Return a prompt as one user message of a chat, or as it is."""
+    return [{"role": "user", "content": text}] if chat else text

@@ -11,13 +11,13 @@ the difficulty, fillers the length: about 9 and 8 tokens each with the tokenizer
 180 tokens for the defaults.
 """
 
-import hashlib
 import random
 import re
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from shadowmask.tasks.base import SPLITS, Completion, Task, completion_text
+from shadowmask.tasks.base import Completion, Row, completion_text
+from shadowmask.tasks.procedural import ProceduralTask, draw_fillers
 
 ITEMS = (
     *("apple", "basket", "bottle", "bowl", "bread", "brush", "candle", "carpet", "chair", "clock"),
@@ -28,41 +28,13 @@ ITEMS = (
     *("spoon", "sword", "table", "tent", "towel", "truck", "vase", "violin", "wagon", "wallet"),
 )
 
-FILLERS = (
-    "The market opens early in the morning.",
-    "A light rain fell during the night.",
-    "The cart stands beside the old fountain.",
-    "Children play in the narrow street.",
-    "The baker waves to a friend.",
-    "Two dogs sleep in the warm sun.",
-    "The music from the square is loud.",
-    "A woman carries flowers to her house.",
-    "The bridge was painted last spring.",
-    "Nobody remembers the name of the inn.",
-    "The river runs slowly past the mill.",
-    "Some visitors arrive by train at noon.",
-    "The mayor likes to walk in the park.",
-    "A cat watches from the window.",
-    "The wind moves the flags gently.",
-    "Most of the stalls have a red roof.",
-    "The bell of the tower rings every hour.",
-    "An old man tells a long story.",
-    "The road to the village is quiet.",
-    "Fresh snow covers the distant hills.",
-    "The library is closed on holidays.",
-    "A boat waits near the wooden pier.",
-    "The teacher talks with her students.",
-    "Someone left a door open in the hall.",
-)
-
 QUESTION = "Question: How much does the {item} cost?\nAnswer:"
-EVAL_SHARE = 4  # one document in four belongs to the held-out split
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
 @final
 @dataclass(frozen=True)
-class RecallTask(Task):
+class RecallTask(ProceduralTask):
     """Recall one of `num_facts` prices from a prompt with `num_fillers` other sentences."""
 
     name: ClassVar[str] = "recall"
@@ -89,46 +61,25 @@ class RecallTask(Task):
                 f"got {self.questions_per_document}"
             )
 
-    def dataset(self, split: str, size: int, seed: int) -> list[dict[str, str]]:
-        if split not in SPLITS:
-            raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
-        rows: list[dict[str, str]] = []
-        while len(rows) < size:
-            # Seeded by the row's own place: what stands here does not depend on `size`.
-            rows += self._rows(split, random.Random(f"{split}/{seed}/{len(rows)}"))
-        return rows[:size]
-
     def reward(self, completions: list[Completion], answer: list[str], **kwargs) -> list[float]:
         """Give 1 to completions whose only number, however often repeated, is the answer."""
         pairs = zip(completions, answer, strict=True)
         return [float(_numbers(completion_text(text)) == {float(price)}) for text, price in pairs]
 
-    def _rows(self, split: str, rng: random.Random) -> list[dict[str, str]]:
-        """Draw documents until one belongs to the split, and ask about some of its items."""
-        while True:
-            items = rng.sample(ITEMS, self.num_facts)
-            numbers = range(10 ** (self.price_digits - 1), 10**self.price_digits)
-            prices = dict(zip(items, rng.sample(numbers, self.num_facts), strict=True))
-            document = self._document(prices, rng)
-            if _split_of(document) == split:
-                break
-        return [
-            {"prompt": f"{document}\n{QUESTION.format(item=item)}", "answer": str(prices[item])}
-            for item in rng.sample(items, self.questions_per_document)
-        ]
-
-    def _document(self, prices: dict[str, int], rng: random.Random) -> str:
+    def _draw(self, rng: random.Random) -> tuple[str, dict[str, int]]:
+        items = rng.sample(ITEMS, self.num_facts)
+        numbers = range(10 ** (self.price_digits - 1), 10**self.price_digits)
+        prices = dict(zip(items, rng.sample(numbers, self.num_facts), strict=True))
         sentences = [f"The {item} costs {price} dollars." for item, price in prices.items()]
-        for start in range(0, self.num_fillers, len(FILLERS)):  # repeat only when all were used
-            sentences += rng.sample(FILLERS, min(len(FILLERS), self.num_fillers - start))
+        sentences += draw_fillers(self.num_fillers, rng)
         rng.shuffle(sentences)
-        return " ".join(sentences)
+        return " ".join(sentences), prices
 
-
-def _split_of(document: str) -> str:
-    """Assign a document to a split by its content, which keeps the splits apart for all seeds."""
-    digest = hashlib.sha256(document.encode()).digest()
-    return "eval" if digest[0] % EVAL_SHARE == 0 else "train"
+    def _ask(self, document: str, facts: dict[str, int], rng: random.Random) -> list[Row]:
+        return [
+            {"prompt": f"{document}\n{QUESTION.format(item=item)}", "answer": str(facts[item])}
+            for item in rng.sample(list(facts), self.questions_per_document)
+        ]
 
 
 def _numbers(text: str) -> set[float]:

@@ -33,6 +33,7 @@ class SnapKVEvictor(Evictor):
         recent_window: int | None = None,
         observation_window: int = 32,
         kernel_size: int = 5,
+        share: str | None = None,
     ) -> None:
         if observation_window < 1:
             raise ValueError(f"observation_window={observation_window} must be at least 1")
@@ -45,6 +46,7 @@ class SnapKVEvictor(Evictor):
             compression_ratio,
             num_sinks,
             observation_window if recent_window is None else recent_window,
+            share,
         )
 
     def score(self, view: LayerView) -> Float[Tensor, "batch kv_heads slots"]:

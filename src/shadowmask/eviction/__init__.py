@@ -9,12 +9,27 @@ from typing import Any
 from shadowmask.eviction.base import Evictor, LayerView
 from shadowmask.eviction.dense import DenseEvictor
 from shadowmask.eviction.h2o import H2OEvictor
+from shadowmask.eviction.keydiff import KeyDiffEvictor
+from shadowmask.eviction.knorm import KNormEvictor
+from shadowmask.eviction.lagkv import LagKVEvictor
 from shadowmask.eviction.random import RandomEvictor
 from shadowmask.eviction.recent import RecentEvictor
 from shadowmask.eviction.snapkv import SnapKVEvictor
+from shadowmask.eviction.streaming import StreamingEvictor
 
 EVICTORS: dict[str, type[Evictor]] = {
-    cls.name: cls for cls in (DenseEvictor, H2OEvictor, RandomEvictor, RecentEvictor, SnapKVEvictor)
+    cls.name: cls
+    for cls in (
+        DenseEvictor,
+        H2OEvictor,
+        KeyDiffEvictor,
+        KNormEvictor,
+        LagKVEvictor,
+        RandomEvictor,
+        RecentEvictor,
+        SnapKVEvictor,
+        StreamingEvictor,
+    )
 }
 
 DEFAULT_RATIO = 0.5  # the paper's main setting

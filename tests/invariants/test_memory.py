@@ -14,6 +14,7 @@ import shadowmask.rollout
 from shadowmask import RolloutBatch, RolloutEngine, get_evictor, shadow_logprobs
 from shadowmask.attention import replay
 from shadowmask.cache import LayerSlots, SlotCache, slot_bytes
+from shadowmask.eviction import list_evictors
 from shadowmask.shared_cache import SharedPromptCache
 from tiny_models import make_evictor, make_learner, make_model, make_prompts, rollout
 
@@ -187,6 +188,13 @@ def test_no_tensor_is_tokens_by_tokens(evictor: str) -> None:
     with torch.no_grad(), LargestTensor() as plain:
         model(torch.tensor(batch.prompt_ids))
     assert plain.elements >= PROMPT * PROMPT
+
+
+@pytest.mark.parametrize("evictor", [name for name in list_evictors() if name != "dense"])
+def test_no_evictor_compares_all_tokens_at_once(evictor: str) -> None:
+    with LargestTensor() as sampler:
+        long_rollout(evictor, group=1)
+    assert 0 < sampler.elements < PROMPT * PROMPT // 2, sampler.shape
 
 
 def test_the_learner_attends_to_what_was_kept_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shadowmask import get_evictor, list_evictors
+from shadowmask import get_evictor, list_evictors, shadow_logprobs
 from shadowmask.eviction.base import mean_over_heads
 from tiny_models import make_evictor, rollout, shared_model
 from tolerances import FLOAT64
@@ -38,6 +38,8 @@ def test_shared_heads_keep_the_same_keys(evictor: str, evict_every: int | None) 
     batch = rollout(shared_model(), make_evictor(evictor, share="heads"), evict_every)
     assert batch.shadow.retained_fraction() < 1
     assert all(heads_agree(entry.evicted_at) for entry in batch.shadow)
+    gap = torch.cat(shadow_logprobs(shared_model(), batch)) - torch.cat(batch.sparse_logprobs)
+    assert float(gap.abs().max()) <= FLOAT64
 
 
 def test_unshared_heads_differ() -> None:

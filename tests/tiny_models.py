@@ -7,6 +7,7 @@ for attention to be far from uniform, so that hiding a key changes the output vi
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +42,7 @@ SLIDING_WINDOW = 12
 BUDGET = 12
 NUM_SINKS = 2
 RECENT_WINDOW = 4
+TINY_SETTINGS = {"observation_window": 4, "lag_size": 3}  # given to the evictors that take them
 MAX_NEW_TOKENS = 24
 GROUP = 3
 SEED = 3
@@ -186,9 +188,9 @@ def make_evictor(name: str, budget: int = BUDGET, **settings: Any) -> Evictor:
     """Any registered evictor, set so that it evicts in the tiny rollouts."""
     if name == "dense":
         return get_evictor("dense")
-    settings = {"num_sinks": NUM_SINKS, "recent_window": RECENT_WINDOW} | settings
-    if EVICTORS[name].observation_window or name == "snapkv":
-        settings.setdefault("observation_window", 4)
+    takes = inspect.signature(EVICTORS[name]).parameters
+    tiny = {setting: size for setting, size in TINY_SETTINGS.items() if setting in takes}
+    settings = {"num_sinks": NUM_SINKS, "recent_window": RECENT_WINDOW} | tiny | settings
     return get_evictor(name, budget=budget, **settings)
 
 

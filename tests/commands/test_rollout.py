@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from shadowmask.cli import main
+from shadowmask.commands.rollout import RolloutArguments
+from shadowmask.eviction import list_evictors
 from shadowmask.record import ShadowMask
+from shadowmask.trl import SMDConfig
 
 PROMPT = "ABCDEFGH" * 4
 SMALL = ["--evictor_kwargs", '{"observation_window": 4, "num_sinks": 2}', "--max_new_tokens", "12"]
@@ -74,3 +78,9 @@ def test_bad_input_is_one_clear_line(
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1
     assert said in errors[0]
+
+
+@pytest.mark.parametrize("settings", [RolloutArguments, SMDConfig])
+def test_help_lists_the_registered_evictors(settings: type) -> None:
+    (evictor,) = (field for field in dataclasses.fields(settings) if field.name == "evictor")
+    assert ", ".join(list_evictors()) in evictor.metadata["help"]

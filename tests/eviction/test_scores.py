@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -16,73 +15,8 @@ from shadowmask.eviction import EVICTORS, Evictor, LayerView
 from shadowmask.eviction.random import mix, uniform
 from shadowmask.eviction.snapkv import pool_by_position
 from tiny_models import make_evictor, make_prompts, rollout, shared_model
+from tiny_views import KV_HEADS, PER_KV, by_position, make_view, slow_weights
 from tolerances import FLOAT64, UNIFORM_SHARE
-
-KV_HEADS, PER_KV, DIM = 2, 3, 8
-
-
-def make_view(
-    tokens: int,
-    window: int,
-    shuffled: bool = False,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    seed: int = 0,
-    **changes: Any,
-) -> LayerView:
-    """A random layer of one sequence; ``shuffled`` spreads keys over slots with holes and drops some."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    keys, queries = normal(1, KV_HEADS, tokens, DIM), normal(1, KV_HEADS * PER_KV, window, DIM)
-    positions = torch.arange(tokens, dtype=torch.int32).expand(1, KV_HEADS, -1).clone()
-    if shuffled:
-        slots = tokens + 4
-        padded = torch.full((1, KV_HEADS, slots), -1, dtype=torch.int32)
-        spread = normal(1, KV_HEADS, slots, DIM)  # free slots hold old keys
-        for head in range(KV_HEADS):
-            order = torch.randperm(slots, generator=generator)[:tokens]
-            alive = torch.rand(tokens, generator=generator) < 0.7
-            alive[-window:] = True
-            padded[0, head, order[alive]] = positions[0, head, alive]
-            spread[0, head, order] = keys[0, head]
-        keys, positions = spread, padded
-    settings: dict[str, Any] = {
-        "layer": 0,
-        "keys": keys,
-        "values": keys,
-        "positions": positions,
-        "query_positions": torch.tensor([tokens - 1]),
-        "seeds": torch.tensor([7]),
-        "scaling": DIM**-0.5,
-        "softcap": softcap,
-        "sliding_window": sliding_window,
-        "window_queries": queries,
-        "window_positions": torch.arange(tokens - window, tokens, dtype=torch.int32)[None],
-    }
-    return LayerView(**settings | changes)
-
-
-def slow_weights(view: LayerView, head: int, row: int) -> dict[int, float]:
-    """Attention of one query head's window row over positions, as a dictionary."""
-    kv_head = head // PER_KV
-    assert view.window_queries is not None and view.window_positions is not None
-    at = int(view.window_positions[0, row])
-    logits: dict[int, float] = {}
-    for slot in range(view.positions.shape[2]):
-        position = int(view.positions[0, kv_head, slot])
-        if position < 0 or position > at:
-            continue
-        if view.sliding_window is not None and position <= at - view.sliding_window:
-            continue
-        logit = float(view.window_queries[0, head, row] @ view.keys[0, kv_head, slot]) * view.scaling
-        if view.softcap is not None:
-            logit = view.softcap * math.tanh(logit / view.softcap)
-        logits[position] = logit
-    total = sum(math.exp(x) for x in logits.values())
-    return {position: math.exp(x) / total for position, x in logits.items()}
 
 
 def slow_snapkv(view: LayerView, kernel: int) -> list[dict[int, float]]:
@@ -103,13 +37,6 @@ def slow_snapkv(view: LayerView, kernel: int) -> list[dict[int, float]]:
             pooled[position] = sum(received[p] for p in near) / kernel
         scores.append(pooled)
     return scores
-
-
-def by_position(scores: Tensor, view: LayerView) -> list[dict[int, float]]:
-    return [
-        {int(p): float(s) for p, s in zip(view.positions[0, h], scores[0, h], strict=True) if p >= 0}
-        for h in range(KV_HEADS)
-    ]
 
 
 @pytest.mark.parametrize("kernel", [1, 3, 5])

@@ -15,6 +15,7 @@ from shadowmask import RolloutBatch, RolloutEngine, get_evictor, shadow_logprobs
 from shadowmask.attention import completions, kernel
 from shadowmask.cache import OwnedSlotCache, SharedPromptCache, slot_bytes
 from shadowmask.cache.slots import LayerSlots
+from shadowmask.eviction import list_evictors
 from shadowmask.sampler import Sampler
 from tiny_models import BUDGET, MAX_NEW_TOKENS, make_evictor, make_learner, make_model, make_prompts, rollout
 from tolerances import FLOAT64
@@ -207,6 +208,13 @@ def test_no_tensor_is_tokens_by_tokens(evictor: str) -> None:
     with torch.no_grad(), LargestTensor() as plain:
         model(torch.tensor(batch.prompt_ids))
     assert plain.elements >= PROMPT * PROMPT
+
+
+@pytest.mark.parametrize("evictor", [name for name in list_evictors() if name != "dense"])
+def test_no_evictor_compares_all_tokens_at_once(evictor: str) -> None:
+    with LargestTensor() as sampler:
+        long_rollout(evictor, group=1)
+    assert 0 < sampler.elements < PROMPT * PROMPT // 2, sampler.shape
 
 
 @pytest.mark.parametrize("kernel_at_hand", [True, False])

@@ -33,8 +33,9 @@ from tiny_models import (
 from tolerances import PARITY, WRONG_RECORD
 
 SCHEDULES = {"prompt-only": None, "decode-time": 5}
-# decide per layer and head, so that a record with heads or layers exchanged is another record
-PER_HEAD_EVICTORS = ["h2o", "random", "snapkv"]
+# the others decide per layer and head, so that a record with heads or layers exchanged is another record
+SAME_FOR_ALL_HEADS = {"dense", "recent", "streaming", "tova"}
+PER_HEAD_EVICTORS = [name for name in list_evictors() if name not in SAME_FOR_ALL_HEADS]
 
 
 def parity_gap(model: torch.nn.Module, batch: RolloutBatch) -> float:

@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 
 import shadowmask.trl.trainer as trainer_module
 from shadowmask import NEVER, ParityError, RecordError, ShadowMask
+from shadowmask.eviction import list_evictors
 from shadowmask.trl import SMDTrainer
 from tiny_models import make_model
 from tiny_trl import MAX_COMPLETION, history, letters, make_config, make_dataset, make_trainer, saved_model
@@ -141,7 +142,7 @@ def test_bfloat16_autocast_trains(tmp_path: Path) -> None:
     assert trainer.state.global_step == 3 and max(history(trainer, "sampling_gap/mean")) > FLOAT32
 
 
-@pytest.mark.parametrize("evictor", ["dense", "h2o", "random", "recent", "snapkv"])
+@pytest.mark.parametrize("evictor", list_evictors())
 def test_every_evictor_trains(evictor: str, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, evictor=evictor, max_steps=2)
     trainer.train()

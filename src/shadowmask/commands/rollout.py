@@ -19,7 +19,7 @@ from rich.text import Text
 from shadowmask.commands.common import DEMO_MODEL, load_model, parse
 from shadowmask.commands.errors import UserError
 from shadowmask.demo.evaluate import encode_prompt
-from shadowmask.eviction import evictor_from_settings
+from shadowmask.eviction import evictor_from_settings, list_evictors
 from shadowmask.metrics import sampling_gap
 from shadowmask.record import ShadowMask
 from shadowmask.rollout import RolloutBatch, RolloutEngine
@@ -40,7 +40,7 @@ class RolloutArguments:
     chat: bool = field(default=False, metadata={"help": "Send the prompt as a user message of a chat."})
     model: str = field(default=DEMO_MODEL, metadata={"help": "A folder, a hub name, or demo (bundled)."})
     dtype: str = field(default="float32", metadata={"help": "float32, bfloat16, ..."})
-    evictor: str = field(default="snapkv", metadata={"help": "dense, h2o, random, recent, snapkv."})
+    evictor: str = field(default="snapkv", metadata={"help": f"{', '.join(list_evictors())}."})
     budget: int | None = field(default=None, metadata={"help": "Keys that stay per layer and KV head."})
     compression_ratio: float | None = field(
         default=None, metadata={"help": "Fraction of the prompt's keys that is removed. Default 0.5."}

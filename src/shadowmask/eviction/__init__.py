@@ -8,13 +8,34 @@ from typing import Any
 
 from shadowmask.eviction.base import Evictor, LayerView
 from shadowmask.eviction.dense import DenseEvictor
+from shadowmask.eviction.expected_attention import ExpectedAttentionEvictor
 from shadowmask.eviction.h2o import H2OEvictor
+from shadowmask.eviction.keydiff import KeyDiffEvictor
+from shadowmask.eviction.knorm import KNormEvictor
+from shadowmask.eviction.lagkv import LagKVEvictor
 from shadowmask.eviction.random import RandomEvictor
 from shadowmask.eviction.recent import RecentEvictor
+from shadowmask.eviction.rkv import RKVEvictor
 from shadowmask.eviction.snapkv import SnapKVEvictor
+from shadowmask.eviction.streaming import StreamingEvictor
+from shadowmask.eviction.tova import TOVAEvictor
 
 EVICTORS: dict[str, type[Evictor]] = {
-    cls.name: cls for cls in (DenseEvictor, H2OEvictor, RandomEvictor, RecentEvictor, SnapKVEvictor)
+    cls.name: cls
+    for cls in (
+        DenseEvictor,
+        ExpectedAttentionEvictor,
+        H2OEvictor,
+        KeyDiffEvictor,
+        KNormEvictor,
+        LagKVEvictor,
+        RandomEvictor,
+        RecentEvictor,
+        RKVEvictor,
+        SnapKVEvictor,
+        StreamingEvictor,
+        TOVAEvictor,
+    )
 }
 
 DEFAULT_RATIO = 0.5  # the paper's main setting

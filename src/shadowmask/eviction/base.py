@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+SHARES = ("none", "heads")
 NUM_SINKS = 4  # StreamingLLM (arXiv:2309.17453): the first tokens collect attention that has nowhere to go
 
 
@@ -54,14 +55,17 @@ class Evictor(ABC):
             0 removes nothing.
         num_sinks: first tokens of the sequence that always stay.
         recent_window: last tokens that always stay; ``None`` takes the evictor's own default.
+        share: ``"heads"`` keeps one set of positions for all KV heads of a layer, chosen by the mean
+            of their scores; ``"none"`` lets every KV head choose; ``None`` takes the evictor's default.
 
     Raises:
-        ValueError: neither or both of budget and ratio, a ratio outside [0, 1), or a budget that
-            does not exceed sinks + recent window.
+        ValueError: neither or both of budget and ratio, a ratio outside [0, 1), a budget that
+            does not exceed sinks + recent window, or an unknown ``share``.
     """
 
     name: ClassVar[str]
     default_recent_window: ClassVar[int] = 32
+    default_share: ClassVar[str] = "none"
     # how many of the last queries the scorer looks at; 0 = none are stored
     observation_window: int = 0
     # whether the engine must sum the attention that every key receives
@@ -73,6 +77,7 @@ class Evictor(ABC):
         compression_ratio: float | None = None,
         num_sinks: int = NUM_SINKS,
         recent_window: int | None = None,
+        share: str | None = None,
     ) -> None:
         if (budget is None) == (compression_ratio is None):
             raise ValueError(
@@ -88,10 +93,14 @@ class Evictor(ABC):
             raise ValueError(f"num_sinks={num_sinks} is negative")
         if recent_window is not None and recent_window < 1:
             raise ValueError(f"recent_window={recent_window} must be at least 1")
+        share = self.default_share if share is None else share
+        if share not in SHARES:
+            raise ValueError(f"share={share!r} is none of {', '.join(SHARES)}")
         self.budget = budget
         self.compression_ratio = compression_ratio
         self.num_sinks = num_sinks
         self._recent_window = recent_window
+        self.share = share
         if budget is not None:
             protected = num_sinks + self.recent_window_for(budget)
             if budget < max(protected, 1):
@@ -130,8 +139,11 @@ class Evictor(ABC):
         """Which occupied slots stay: at most ``budget``, exactly that many if there are more.
 
         Ties go to the later position, so the choice depends neither on the order of slots nor on
-        the sort that a device happens to use.
+        the sort that a device happens to use. Under ``share="heads"`` the heads of a layer must hold
+        the same positions, as they do if that is how they were evicted from the start.
         """
+        if self.share == "heads":
+            scores = mean_over_heads(scores, positions)
         occupied = positions >= 0
         recent = positions > (query_positions - recent_window)[:, None, None]
         protected = occupied & ((positions < self.num_sinks) | recent)
@@ -153,11 +165,35 @@ class Evictor(ABC):
         return f"{type(self).__name__}({size}, num_sinks={self.num_sinks})"
 
 
-def window_attention(view: LayerView) -> Float[Tensor, "batch kv_heads window slots"]:
-    """Attention of the observation window's queries over the slots, averaged over each KV head's queries.
+def mean_over_heads(
+    scores: Float[Tensor, "batch kv_heads slots"],
+    positions: Int[Tensor, "batch kv_heads slots"],
+) -> Float[Tensor, "batch kv_heads slots"]:
+    """Give every position the mean of its scores over the KV heads, which must hold the same positions.
+
+    Aligned by position: the slot of a position may differ from head to head. Empty slots get 0.
+    """
+    order = positions.argsort(dim=-1, stable=True)
+    aligned = scores.masked_fill(positions < 0, 0.0).gather(-1, order)
+    mean = aligned.mean(dim=1, keepdim=True).expand_as(aligned)
+    return torch.empty_like(scores).scatter_(-1, order, mean)
+
+
+def widen(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """The same in float32 or wider: what scores are computed in."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def window_logits(
+    view: LayerView,
+) -> tuple[
+    Float[Tensor, "batch kv_heads per_kv window slots"], Bool[Tensor, "batch kv_heads 1 window slots"]
+]:
+    """Scaled and capped logits of the observation window's queries, and which slots each row sees.
 
     Recomputed from queries and keys (a window x slots product), so no attention kernel has to
-    return its weights. Rows of the window that do not exist yet are zero.
+    return its weights. A row sees occupied slots up to its own position, under a sliding window the
+    last ones; a row that does not exist yet (position -1) sees none. Logits of other slots are undefined.
     """
     assert view.window_queries is not None and view.window_positions is not None
     queries = view.window_queries.unflatten(
@@ -173,7 +209,20 @@ def window_attention(view: LayerView) -> Float[Tensor, "batch kv_heads window sl
     seen = (positions >= 0) & (positions <= rows)
     if view.sliding_window is not None:
         seen = seen & (positions > rows - view.sliding_window)
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    # a finite fill: a row of the window that does not exist yet sees nothing
-    logits = logits.to(wide).masked_fill(~seen, torch.finfo(wide).min)
-    return (logits.softmax(dim=-1) * seen).mean(dim=2)
+    return widen(logits), seen
+
+
+def softmax_over(
+    logits: Float[Tensor, "... slots"], seen: Bool[Tensor, "... slots"]
+) -> Float[Tensor, "... slots"]:
+    """Softmax over the slots that are ``seen``; 0 elsewhere, and everywhere in a row that sees none."""
+    # a finite fill, or such a row would be NaN
+    return logits.masked_fill(~seen, torch.finfo(logits.dtype).min).softmax(dim=-1) * seen
+
+
+def window_attention(view: LayerView) -> Float[Tensor, "batch kv_heads window slots"]:
+    """Attention of the observation window's queries over the slots, averaged over each KV head's queries.
+
+    Rows of the window that do not exist yet are zero.
+    """
+    return softmax_over(*window_logits(view)).mean(dim=2)

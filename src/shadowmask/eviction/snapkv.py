@@ -12,6 +12,8 @@ left, neighbours being the nearest *surviving* positions.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -33,6 +35,7 @@ class SnapKVEvictor(Evictor):
         recent_window: int | None = None,
         observation_window: int = 32,
         kernel_size: int = 5,
+        share: str | None = None,
     ) -> None:
         if observation_window < 1:
             raise ValueError(f"observation_window={observation_window} must be at least 1")
@@ -45,6 +48,7 @@ class SnapKVEvictor(Evictor):
             compression_ratio,
             num_sinks,
             observation_window if recent_window is None else recent_window,
+            share,
         )
 
     def score(self, view: LayerView) -> Float[Tensor, "batch kv_heads slots"]:
@@ -56,13 +60,15 @@ def pool_by_position(
     scores: Float[Tensor, "batch kv_heads slots"],
     positions: Int[Tensor, "batch kv_heads slots"],
     kernel_size: int,
+    pool: Literal["mean", "max"] = "mean",
 ) -> Float[Tensor, "batch kv_heads slots"]:
-    """Average every score with its neighbours in order of position, whatever slots they sit in.
+    """Replace every score by the mean or max over its neighbours in order of position, in any slots.
 
-    As in the published code the average divides by ``kernel_size`` also at the ends. Empty slots
+    As in the published code the mean divides by ``kernel_size`` also at the ends. Empty slots
     (position -1) sort in front and count as zero.
     """
     order = positions.argsort(dim=-1, stable=True)
     sorted_scores = scores.masked_fill(positions < 0, 0.0).gather(-1, order)
-    pooled = F.avg_pool1d(sorted_scores, kernel_size, stride=1, padding=kernel_size // 2)
+    pooling = F.max_pool1d if pool == "max" else F.avg_pool1d
+    pooled = pooling(sorted_scores, kernel_size, stride=1, padding=kernel_size // 2)
     return torch.empty_like(scores).scatter_(-1, order, pooled)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shadowmask.eviction import Evictor, evictor_from_settings
+from shadowmask.eviction import Evictor, evictor_from_settings, list_evictors
 from trl import GRPOConfig
 
 PARITY_ACTIONS = ("raise", "log")
@@ -22,7 +22,7 @@ class SMDConfig(GRPOConfig):
     """
 
     evictor: str = field(
-        default="snapkv", metadata={"help": "Which keys stay: dense, h2o, random, recent, snapkv."}
+        default="snapkv", metadata={"help": f"Which keys stay: {', '.join(list_evictors())}."}
     )
     budget: int | None = field(
         default=None,

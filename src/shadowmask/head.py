@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shadowmask.few_rows import linear_from_weight, pays
 from shadowmask.models import OutputHead, wide_dtype
 
-FEW_ROWS = 48  # hidden states of a decode step, as opposed to those of a learner
 TILE_ELEMENTS = 2**23  # logits that exist at one time per track: 32 MB in float32
 
 
@@ -165,10 +165,8 @@ class _Projection:
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor | float]:
         hidden = hidden.to(self.weight.dtype)
         with torch.autocast(hidden.device.type, enabled=False):
-            if hidden.shape[0] <= FEW_ROWS and hidden.device.type == "cpu":
-                # for few rows CPU libraries read the weight up to twice as fast from this side
-                logits = (self.weight @ hidden.T).T.contiguous()
-                logits = logits if self.bias is None else logits + self.bias
+            if pays(hidden.shape[0], self.weight):
+                logits = linear_from_weight(hidden, self.weight, self.bias)
             else:
                 logits = F.linear(hidden, self.weight, self.bias)
         logits = logits.to(wide_dtype(logits.dtype)) * self.scale

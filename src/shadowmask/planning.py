@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,6 +10,23 @@ from itertools import accumulate
 
 from shadowmask.cache import CachePlan, KVCache, PromptInfo
 from shadowmask.eviction.base import Evictor
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {f"{unit}i": 1024**n for n, unit in enumerate("kmgt", start=1)}
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read a number of bytes as people write it: ``"8GB"``, ``"512 MiB"``, ``"1.5e9"``, 4096.
+
+    Raises:
+        ValueError: not a positive number of bytes.
+    """
+    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?i?)b?", str(text).strip().lower())
+    if found and found[1].count(".") < 2 and found[1] != "." and found[2] != "i":
+        count = int(float(found[1]) * _UNITS[found[2]])
+        if count > 0:
+            return count
+    raise ValueError(f"{text!r} is not a number of bytes: write it like 8GB, 512MiB or 4000000000")
 
 
 def plan_cache(
@@ -77,9 +95,11 @@ def fit_memory(
     if fits(plan.rows):
         return plan
     if plan.rows == 1 or not fits(1):
+        # a few short sequences side by side can need less than one with room to follow up
+        least = min(needed(plan), needed(candidate(1)))
         raise ValueError(
             f"kv_memory_limit={kv_memory_limit} bytes is too small: one sequence needs "
-            f"{needed(candidate(1))} bytes (prompts of up to {plan.longest_prompt} tokens). Raise the limit, "
+            f"{least} bytes (prompts of up to {plan.longest_prompt} tokens). Raise the limit, "
             "evict more, or shorten prompts or completions"
         )
     # with fewer rows than sequences a larger cache always needs more

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +27,7 @@ from shadowmask.attention.interface import AttentionSession, run_decoder
 from shadowmask.attention.sampling import DecodeSession, PrefillSession
 from shadowmask.cache import KVCache, PromptInfo
 from shadowmask.chunking import chunked_mlps
+from shadowmask.few_rows import from_weight_side
 from shadowmask.head import head_logits
 from shadowmask.models import OutputHead, wide_dtype
 
@@ -131,12 +133,13 @@ class Sampler:
 
     def run(self) -> list[Sampled]:
         """Sample every completion of every prompt; returned in the order of their numbers."""
-        while self.waiting or self.seated:
-            self._admit()
-            if self._retire():
-                continue
-            self._close_ranks()
-            self._step()
+        with nullcontext() if self.settings.static_shapes else from_weight_side(self.decoder):
+            while self.waiting or self.seated:
+                self._admit()
+                if self._retire():
+                    continue
+                self._close_ranks()
+                self._step()
         return [self.finished[n] for n in sorted(self.finished)]
 
     # -- who sits where -------------------------------------------------------------------------

@@ -19,6 +19,15 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 3,
         "vocab_size": 49152,
     },
+    # a fifth of it: sweeps with a point every few seconds
+    "30m": {
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "vocab_size": 16384,
+    },
     "tiny": {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -27,6 +36,12 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 2,
         "vocab_size": 512,
     },
+}
+# what `bench scaling` goes through, each with the rest of the workload as it is
+SWEEPS: dict[str, tuple[float, ...]] = {
+    "prompt_length": (256, 512, 1024, 2048, 4096, 8192),
+    "group_size": (2, 4, 8, 16, 32),
+    "compression_ratio": (0.0, 0.25, 0.5, 0.75, 0.9),
 }
 EOS = 0  # one token of the vocabulary: with random weights it is hardly ever sampled
 

@@ -21,6 +21,7 @@ from shadowmask.commands.errors import UserError
 from shadowmask.demo.evaluate import encode_prompt
 from shadowmask.eviction import evictor_from_settings, list_evictors
 from shadowmask.metrics import sampling_gap
+from shadowmask.planning import parse_bytes
 from shadowmask.record import ShadowMask
 from shadowmask.rollout import RolloutBatch, RolloutEngine
 from shadowmask.scoring import dense_logprobs, shadow_logprobs
@@ -48,6 +49,10 @@ class RolloutArguments:
     evict_every: int | None = field(
         default=None, metadata={"help": "Also evict every so many decoded tokens."}
     )
+    kv_memory_limit: str | None = field(
+        default=None,
+        metadata={"help": "Bytes that keys and values may take, e.g. 500MB; samples that do not fit wait."},
+    )
     evictor_kwargs: str | None = field(default=None, metadata={"help": "More evictor settings, as JSON."})
     group_size: int = field(default=1, metadata={"help": "Completions to sample."})
     max_new_tokens: int = field(default=64, metadata={"help": "Longest completion."})
@@ -64,12 +69,13 @@ def main(argv: Sequence[str]) -> None:
     if args.save and Path(args.save).exists():
         raise UserError(f"--save {args.save} exists already: name a new folder")
     evictor = evictor_from_settings(args.evictor, args.budget, args.compression_ratio, args.evictor_kwargs)
+    limit = _limit(args)
     console = Console(highlight=False)
     model, tokenizer = load_model(args.model, args.dtype)
     if args.chat and tokenizer.chat_template is None:
         raise UserError("this tokenizer has no chat template: leave out --chat")
     ids = encode_prompt(tokenizer, [{"role": "user", "content": prompt}] if args.chat else prompt)
-    engine = RolloutEngine(model, tokenizer, evictor, args.evict_every)
+    engine = RolloutEngine(model, tokenizer, evictor, args.evict_every, kv_memory_limit=limit)
     started = time.perf_counter()
     batch = engine.generate(
         [ids], args.group_size, args.max_new_tokens, temperature=args.temperature, seed=args.seed
@@ -85,6 +91,15 @@ def main(argv: Sequence[str]) -> None:
     if args.save:
         save_rollout(batch, Path(args.save))
         console.print(f"saved to {args.save}")
+
+
+def _limit(args: RolloutArguments) -> int | None:
+    if args.kv_memory_limit is None:
+        return None
+    try:
+        return parse_bytes(args.kv_memory_limit)
+    except ValueError as error:
+        raise UserError(f"--kv_memory_limit {error}") from error
 
 
 def _read_prompt(args: RolloutArguments) -> str:
@@ -139,7 +154,7 @@ def summary(batch: RolloutBatch, model: Any, seconds: float) -> list[str]:
         f"visible keys  {seen:.0%} of a dense cache's, mean of completion tokens",
         f"KV cache      {held / 2**20:.2f} MiB peak, dense {would / 2**20:.2f} MiB, {held / would:.2f}x",
         f"              unshared by the group {batch.kv_bytes_unshared / 2**20:.2f} MiB",
-        f"sampled       {sampled} tokens in {seconds:.1f} s",
+        f"sampled       {sampled} tokens in {seconds:.1f} s, {batch.rows} sequences at a time",
         f"sampling gap  max {gap['sampling_gap/max']:.1e}, p99 {gap['sampling_gap/p99']:.1e} nats (replayed)",
         f"dense learner max {naive['sampling_gap/max']:.1e}, mean {naive['sampling_gap/mean']:.1e} nats off",
     ]

@@ -50,7 +50,7 @@ def plot_run(
     for draw, axes in zip(panels, figure.subplots(2, 2).flat, strict=True):
         draw(axes)
         _finish(axes)
-    _save(figure, Path(path))
+    save(figure, Path(path))
 
 
 def _reward(axes: Axes, metrics: Metrics, accuracies: Mapping[str, tuple[float, float]]) -> None:
@@ -124,12 +124,12 @@ def _series(metrics: Metrics, key: str) -> tuple[list[float], list[float]]:
     return [record["step"] for record in found], [record[key] for record in found]
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
     """Write beside the target and rename: a viewer never meets half a picture."""
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     os.close(handle)
     try:
-        figure.savefig(temporary, format="png", dpi=130)
+        figure.savefig(temporary, format=path.suffix[1:] or "png", dpi=130)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     finally:

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from shadowmask.eviction import Evictor, evictor_from_settings, list_evictors
+from shadowmask.planning import parse_bytes
 from trl import GRPOConfig
 
 PARITY_ACTIONS = ("raise", "log")
+COMPILE_CHOICES: dict[str, bool | str] = {"auto": "auto", "true": True, "false": False}
 
 
 @dataclass
@@ -35,6 +37,20 @@ class SMDConfig(GRPOConfig):
     evict_every: int | None = field(
         default=None,
         metadata={"help": "Evict again every so many decoded tokens. Default: only after the prompt."},
+    )
+    kv_memory_limit: str | None = field(
+        default=None,
+        metadata={
+            "help": "Bytes that the rollout's keys and values may take per process, e.g. 8GB. Sequences that "
+            "do not fit wait for others to finish. Default: all of a generation batch decode together."
+        },
+    )
+    compile_rollout: str = field(
+        default="auto",
+        metadata={
+            "help": "Compile the decode step with torch.compile: true, false, or auto (where it pays: on "
+            "CUDA, completions of 256 tokens and more)."
+        },
     )
     evictor_kwargs: dict[str, Any] | str | None = field(
         default=None,
@@ -67,11 +83,25 @@ class SMDConfig(GRPOConfig):
             raise ValueError(f"distill_coef={self.distill_coef} must not be negative")
         if self.evict_every is not None and self.evict_every < 1:
             raise ValueError(f"evict_every={self.evict_every} must be at least 1")
+        if self.compile_rollout not in COMPILE_CHOICES:
+            raise ValueError(
+                f"compile_rollout={self.compile_rollout!r} must be one of {', '.join(COMPILE_CHOICES)}"
+            )
+        self.kv_bytes_limit()
         on_cpu = not torch.accelerator.is_available()
         if on_cpu and self.bf16 is None and not self.fp16:  # type: ignore[has-type]
             self.bf16 = False  # TRL's default is bf16 even on a CPU, where it is slow and not exact
         self.make_evictor()  # wrong settings fail here, before any model is loaded
         super().__post_init__()
+
+    def kv_bytes_limit(self) -> int | None:
+        """``kv_memory_limit`` in bytes."""
+        if self.kv_memory_limit is None:
+            return None
+        try:
+            return parse_bytes(self.kv_memory_limit)
+        except ValueError as error:
+            raise ValueError(f"kv_memory_limit={error}") from error
 
     def make_evictor(self) -> Evictor:
         """The evictor that these settings describe."""

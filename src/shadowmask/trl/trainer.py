@@ -25,7 +25,7 @@ from shadowmask.packing import pack
 from shadowmask.record import RecordError, ShadowMask
 from shadowmask.rollout import RolloutBatch, RolloutEngine
 from shadowmask.trl.checks import checked_rewards, refuse_unsupported
-from shadowmask.trl.config import SMDConfig
+from shadowmask.trl.config import COMPILE_CHOICES, SMDConfig
 from shadowmask.trl.forward import ScoringRequest, add_scoring_forward
 from trl import GRPOTrainer
 
@@ -66,7 +66,12 @@ class SMDTrainer(GRPOTrainer):
             prepare_model(each)
             add_scoring_forward(base_model(each))
         self.engine = RolloutEngine(
-            base_model(self.model), self._tokenizer, args.make_evictor(), args.evict_every
+            base_model(self.model),
+            self._tokenizer,
+            args.make_evictor(),
+            args.evict_every,
+            kv_memory_limit=args.kv_bytes_limit(),
+            compile=COMPILE_CHOICES[args.compile_rollout],
         )
         self._rollout: RolloutBatch | None = None  # what _generate_single_turn has just made
         self._rollout_moments: dict[str, tuple[int, int]] = {}  # mode -> (global step, rollouts in it)
@@ -227,6 +232,7 @@ class SMDTrainer(GRPOTrainer):
         self._log("kv/bytes_peak", batch.kv_bytes_peak)
         self._log("kv/bytes_dense", batch.kv_bytes_dense)
         self._log("kv/bytes_unshared", batch.kv_bytes_unshared)
+        self._log("kv/rows", batch.rows)
         self._log("kv/retained_fraction", batch.shadow.retained_fraction())
 
     def _log_learner(self, stats: TokenStats, inputs: dict[str, Any], lengths: list[int], width: int) -> None:

@@ -33,7 +33,7 @@ from shadowmask.models import OutputHead, wide_dtype
 
 WIDTH_STEP = 64  # an eager decode step reads own slots up to the next multiple of this
 CHECK_EVERY = 8  # steps between two looks at which sequences stopped, where looking waits for the device
-PREFILL_CHUNK = 1024  # prompt tokens whose MLP activations exist at one time
+PREFILL_CHUNK = 512  # prompt tokens whose MLP activations exist at one time
 
 Forward = Callable[
     [nn.Module, Int[Tensor, "rows 1"], Int[Tensor, "rows 1"], AttentionSession, int],
@@ -276,7 +276,7 @@ class Sampler:
 
 def _invert(logits: Float[Tensor, "rows vocab"], noise: Float64[Tensor, "rows 1"]) -> Int[Tensor, " rows"]:
     """The first token whose cumulative probability exceeds the noise."""
-    cumulative = logits.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    cumulative = logits.softmax(dim=-1, dtype=torch.float64).cumsum_(dim=-1)
     token = torch.searchsorted(cumulative, noise * cumulative[:, -1:], right=True)[:, 0]
     return token.clamp(max=logits.shape[-1] - 1)
 

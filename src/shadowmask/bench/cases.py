@@ -233,6 +233,11 @@ def generate_dense(workload: Workload) -> Result:
     return result
 
 
+def generate_memory(workload: Workload) -> Result:
+    """The same, for its memory alone."""
+    return generate_dense(workload)
+
+
 @torch.no_grad()
 def _generate(model: Any, workload: Workload) -> None:
     ids = torch.tensor([p for p in make_prompts(workload) for _ in range(workload.group_size)])
@@ -340,6 +345,7 @@ CASES: dict[str, Callable[[Workload], Result]] = {
         smd_step,
         learner,
         generate_dense,
+        generate_memory,
         rollout,
         rollout_memory,
         scaling_point,

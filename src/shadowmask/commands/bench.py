@@ -131,6 +131,9 @@ def run_case(case: str, workload: Workload, threads: int | None, **change: Any) 
     settings = {**asdict(workload), **change, "threads": threads}
     command = [sys.executable, "-m", "shadowmask.bench.cases", case, json.dumps(settings)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if case.endswith("_memory"):
+        # the C library keeps freed blocks for later; without that, resident memory is what is allocated
+        environment["MALLOC_MMAP_THRESHOLD_"] = "65536"
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise UserError(f"measuring {case} failed: {done.stderr.strip().splitlines()[-1:]}")
@@ -192,7 +195,13 @@ def _learner(workload: Workload, measure: Measure) -> list[Row]:
             f">= {0.85 * workload.rho:.2f}",
         ),
         ("learner, both tracks + KL / one track", f"{both:.1f} / {one:.1f} s", both / one, ""),
-        _whole_step(got, "<= 1.10"),
+        _whole_step(got, "<= 1.10" if workload.completion_length < workload.prompt_length else "<= 1.25"),
+        (
+            "learner above weights, both tracks + KL / one track",
+            _megabytes(got["both_tracks_peak_bytes"], got["packed_peak_bytes"]),
+            got["both_tracks_peak_bytes"] / got["packed_peak_bytes"],
+            "",
+        ),
     ]
 
 
@@ -238,9 +247,10 @@ def _rollout(workload: Workload, measure: Measure) -> list[Row]:
 
 
 def _memory(workload: Workload, measure: Measure) -> list[Row]:
-    ours, learner = measure("rollout_memory"), measure("learner", prompts=1, prompt_length=SHORT_PROMPT)
+    ours = measure("rollout_memory")
     long = measure("rollout_memory", prompts=1, prompt_length=LONG_PROMPT, group_size=4)
-    theirs = measure("generate_dense")
+    few = {"completion_length": 16}  # generate copies its cache at every token
+    short, theirs = measure("rollout_memory", **few), measure("generate_memory", **few)
     rows = [
         (
             f"rollout of {what}, peak / weights + KV formula",
@@ -253,21 +263,15 @@ def _memory(workload: Workload, measure: Measure) -> list[Row]:
     return [
         *rows,
         (
-            "rollout above weights, ours / generate",
-            _megabytes(ours["peak_bytes"], theirs["peak_bytes"]),
-            ours["peak_bytes"] / theirs["peak_bytes"],
+            "rollout of 16 tokens above weights, ours / generate",
+            _megabytes(short["peak_bytes"], theirs["peak_bytes"]),
+            short["peak_bytes"] / theirs["peak_bytes"],
             "",
         ),
         (
             "KV bytes by formula, ours / dense in the same layout",
             _megabytes(ours["kv_bytes_peak"], ours["kv_bytes_dense"]),
             ours["kv_bytes_peak"] / ours["kv_bytes_dense"],
-            "",
-        ),
-        (
-            "learner above weights, both tracks + KL / one track",
-            _megabytes(learner["both_tracks_peak_bytes"], learner["packed_peak_bytes"]),
-            learner["both_tracks_peak_bytes"] / learner["packed_peak_bytes"],
             "",
         ),
     ]

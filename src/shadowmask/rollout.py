@@ -231,6 +231,13 @@ class RolloutEngine:
 def _collect(sampler: Sampler, prompt_ids: list[list[int]], sizes: list[int]) -> RolloutBatch:
     done = sampler.run()
     cache, held = sampler.cache, sampler.tokens_held
+    held_bytes = {
+        "kv_bytes_peak": cache.nbytes + cache.prefill_bytes,
+        "kv_bytes_dense": cache.token_bytes * (held.most_once if cache.shares_prompts else held.most_per_row),
+        "kv_bytes_unshared": cache.token_bytes * held.most_per_row,
+        "rows": cache.plan.rows,
+    }
+    del cache, sampler.cache  # makes room before the records are joined
     completions = [sampled.completion_ids for sampled in done]
     prompts = [ids for ids, size in zip(prompt_ids, sizes, strict=True) for _ in range(size)]
     return RolloutBatch(
@@ -240,8 +247,5 @@ def _collect(sampler: Sampler, prompt_ids: list[list[int]], sizes: list[int]) ->
         sparse_logprobs=[sampled.logprobs for sampled in done],
         shadow=ShadowMask.from_entries([sampled.evicted_at for sampled in done], prompts, completions),
         temperature=sampler.settings.temperature,
-        kv_bytes_peak=cache.nbytes + cache.prefill_bytes,
-        kv_bytes_dense=cache.token_bytes * (held.most_once if cache.shares_prompts else held.most_per_row),
-        kv_bytes_unshared=cache.token_bytes * held.most_per_row,
-        rows=cache.plan.rows,
+        **held_bytes,
     )

@@ -25,7 +25,7 @@ NASTY = [
 
 
 def make_record(layers: int, heads: int, prompt: int, completion: int, every: int | None = None) -> Tensor:
-    """Half of the prompt's keys lost after prefill in every head, others in each; some more while decoding."""
+    """Half of the prompt's keys lost after prefill, others in every head; some more while decoding."""
     tokens = prompt + completion
     generator = torch.Generator().manual_seed(layers * heads)
     record = torch.full((layers, heads, tokens), NEVER, dtype=torch.int32)

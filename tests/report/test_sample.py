@@ -9,7 +9,6 @@ import json
 import pytest
 import torch
 
-from tiny_samples import make_record, make_sample
 from shadowmask.record import NEVER
 from shadowmask.report.sample import (
     FORMAT,
@@ -20,6 +19,7 @@ from shadowmask.report.sample import (
     save_samples,
     unpack_record,
 )
+from tiny_samples import make_record, make_sample
 
 
 @pytest.mark.parametrize(

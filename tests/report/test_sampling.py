@@ -48,7 +48,7 @@ def test_giving_everything_back_removes_all_of_the_kl():
 
 
 def test_giving_back_a_part_is_the_same_as_never_evicting_it():
-    model, batch, (sample, _) = samples_of(evict_every=4)
+    model, _batch, (sample, _) = samples_of(evict_every=4)
     restored = restore(model, sample, 4).restored
     assert len(restored.spans) > 1
     start, end = restored.spans[1]

@@ -108,7 +108,7 @@ def test_hovering_tells_which_heads_lost_a_token_and_when(tab):
     words = tab.run("page.views[0].detail.textContent")
     assert "prompt token 3" in words
     assert "held by 0 of 6 heads now; 6 lose it in the end" in words
-    assert "from answer token 2 on (6): layer 0–2: all heads" in words
+    assert "from answer token 2 on (6): layer 0–2: all heads" in words  # noqa: RUF001
     assert tab.run("page.views[0].cells.every((cell) => cell.className === 'gone')")
     tab.point("page.views[0].spans[0]")
     assert "never lost" in tab.run("page.views[0].detail.textContent")

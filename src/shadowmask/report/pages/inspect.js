@@ -44,9 +44,9 @@ class SampleView {
       this.buildFacts(),
       make("h3", { textContent: "What the cache held" }), this.buildScale(), this.buildText(),
       this.detail,
+      make("h3", { textContent: "Layers (columns) and KV heads (rows): share of tokens held" }), this.buildMap(),
       make("h3", { textContent: "What the answer lost (log-probabilities and KL in nats)" }),
-      this.worst, this.buildAnswers(),
-      make("h3", { textContent: "Layers (rows) and heads: share of tokens held" }), this.buildMap());
+      this.worst, this.buildAnswers());
     this.buildWorst();
   }
 
@@ -112,19 +112,19 @@ class SampleView {
     const table = make("table");
     table.setAttribute("role", "grid");
     table.setAttribute("aria-multiselectable", "true");
-    const top = make("tr", {}, make("th", { textContent: "all", choice: [...Array(this.record.cells).keys()] }));
-    for (let head = 0; head < heads; head++) {
-      const choice = [...Array(layers).keys()].map((layer) => layer * heads + head);
-      top.append(make("th", { textContent: `h${head}`, choice }));
+    const range = (count) => [...Array(count).keys()];
+    const top = make("tr", {}, make("th", { textContent: "all", choice: range(this.record.cells) }));
+    for (const layer of range(layers)) {
+      const choice = range(heads).map((head) => layer * heads + head);
+      top.append(make("th", { textContent: layer, title: `layer ${layer}`, choice }));
     }
     table.append(top);
-    for (let layer = 0; layer < layers; layer++) {
-      const choice = [...Array(heads).keys()].map((head) => layer * heads + head);
-      const row = make("tr", {}, make("th", { textContent: `L${layer}`, choice }));
+    for (const head of range(heads)) {
+      const choice = range(layers).map((layer) => layer * heads + head);
+      const row = make("tr", {}, make("th", { textContent: `head ${head}`, choice }));
       for (const cell of choice) {
-        const element = make("td", { choice: [cell] });
-        this.cells.push(element);
-        row.append(element);
+        this.cells[cell] = make("td", { choice: [cell] });
+        row.append(this.cells[cell]);
       }
       table.append(row);
     }

@@ -24,7 +24,7 @@ def test_runs_are_reported_alone_and_beside_each_other(
     assert (workplace / "run" / "report_figures" / "reward.svg").is_file()
     assert main(["report", "run", "other", "--output", "both.html"]) == 0
     page = (workplace / "both.html").read_text()
-    assert "run + 1 seeds" in page
+    assert "run (2 seeds)" in page
     assert "skipped line 4" in page
     assert "<td>seed</td><td>3</td><td>4</td>" in page
     assert "<td>time/rollout" not in page  # metrics are drawn, not listed

@@ -52,5 +52,4 @@ def test_marks_stand_under_their_tokens():
         3, 1, token_ids=[1, 2, 3, 4], pieces=pieces, evicted_at=record, restored=None, every=None
     )
     lines = sample_lines(sample, answer=0)
-    assert lines[-3:-1] == ["日本ab", "██████"] or "日本ab" in lines
     assert lines[lines.index("日本ab") + 1] == "██████"  # wide characters take two columns

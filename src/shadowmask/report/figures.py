@@ -54,7 +54,7 @@ class Quantity:
 QUANTITIES = (
     Quantity("reward", "reward", "Reward", "mean reward", "Mean reward of sampled completions."),
     Quantity(
-        *("sampling_gap", "sampling_gap/max", "Sampling gap", "largest |Δ log p|, nats"),
+        *("sampling_gap", "sampling_gap/max", "Sampling gap", "|Δ log p|, nats"),
         "Sampler against learner on the same tokens: rounding noise, or the run is off-policy.",
         log=True,
         form=".1e",
@@ -92,7 +92,8 @@ def _quantity(quantity: Quantity, experiments: Sequence[Experiment], folder: Pat
     if quantity.name == "sampling_gap" and experiments:  # half precision is held to another statistic
         key = f"sampling_gap/{tolerance_of(experiments[0].runs[0].settings)[0]}"
     floor = SMALLEST_GAP if quantity.log else None
-    figure, axes = _canvas(quantity.title, quantity.unit)
+    statistic = f" ({key.split('/')[1]})" if quantity.log else ""
+    figure, axes = _canvas(quantity.title, quantity.unit + statistic)
     for n, experiment in enumerate(experiments):
         _band(axes, experiment, key, style(n), floor=floor)
     if quantity.log and axes.lines:

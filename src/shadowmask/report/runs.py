@@ -145,7 +145,7 @@ def experiments(runs: Sequence[Run]) -> list[Experiment]:
         key = json.dumps(same, sort_keys=True, default=str) if same else run.name
         groups.setdefault(key, []).append(run)
     return [
-        Experiment(members[0].name + (f" + {len(members) - 1} seeds" if len(members) > 1 else ""), members)
+        Experiment(members[0].name + (f" ({len(members)} seeds)" if len(members) > 1 else ""), members)
         for members in groups.values()
     ]
 

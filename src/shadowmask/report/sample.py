@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,10 +115,10 @@ def load_samples(path: Path) -> list[Sample]:
     """
     try:
         document = json.loads(gzip.decompress(path.read_bytes()))
+    except (gzip.BadGzipFile, zlib.error, EOFError, ValueError) as error:
+        raise SampleError(f"{path} is damaged or no file of samples: {error}") from error
     except OSError as error:
-        raise SampleError(f"{path} cannot be read as saved samples: {error}") from error
-    except (EOFError, ValueError) as error:
-        raise SampleError(f"{path} is damaged: {error}") from error
+        raise SampleError(f"{path} cannot be read: {error}") from error
     found = document.get("format") if isinstance(document, dict) else None
     if found != FORMAT:
         raise SampleError(f"{path} has format {found!r}, this version reads {FORMAT!r}")

@@ -76,6 +76,7 @@ class SMDTrainer(GRPOTrainer):
             compile=COMPILE_CHOICES[args.compile_rollout],
         )
         self._rollout: RolloutBatch | None = None  # what _generate_single_turn has just made
+        self._rollout_seconds = 0.0
         self._rollout_moments: dict[str, tuple[int, int]] = {}  # mode -> (global step, rollouts in it)
         self._records: list[ShadowMask] | None = None  # of the rows that are being scored
         self._with_teacher = False
@@ -139,6 +140,7 @@ class SMDTrainer(GRPOTrainer):
         self._records = None
         started = time.perf_counter()
         output = super()._generate_and_score_completions(inputs)
+        self._log("time/rewards", time.perf_counter() - started - self._rollout_seconds)
         assert self._rollout is not None
         order = self._rollout_order
         output["shadow"] = [self._rollout.shadow[n] for n in order]
@@ -151,7 +153,6 @@ class SMDTrainer(GRPOTrainer):
                 self.on_rollout(self._rollout, order)
         self._rollout = None
         self._records = None
-        self._log("time/rewards", time.perf_counter() - started - self._rollout_seconds)
         return output
 
     # -- learner --------------------------------------------------------------------------------

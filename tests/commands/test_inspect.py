@@ -29,6 +29,7 @@ def test_a_run_saves_what_inspect_shows(
         assert (sample.sparse_logprobs - sample.shadow_logprobs).abs().max() <= FLOAT32
         assert (sample.dense_logprobs - sample.shadow_logprobs).abs().max() > 100 * FLOAT32
         assert sample.facts["model"] == str(model_folder)
+        assert sample.restored is not None
     assert main(["inspect", "run"]) == 0
     page = (workplace / "inspect.html").read_text()
     assert "shadowmask inspect: run" in page

@@ -14,10 +14,12 @@ from shadowmask.models import base_model
 from shadowmask.report.progress import ProgressDisplay
 from shadowmask.report.run_folder import RunFolder
 from shadowmask.report.sample import save_samples
-from shadowmask.report.sampling import make_samples
+from shadowmask.report.sampling import make_samples, restore
 from shadowmask.rollout import RolloutBatch
 
 SAMPLES_PER_STEP = 4
+MOST_SPANS, FEWEST_SPANS = 32, 4  # parts of a prompt that are given back one at a time
+RESTORED_TOKENS = 2048  # answer tokens that this may score again, per sample
 
 
 class Recorder(TrainerCallback):
@@ -52,18 +54,23 @@ class Recorder(TrainerCallback):
         }
         rewards = reward_of_rows(columns, self.trainer.reward_weights.tolist())
         rows = telling_pair(batch, order, rewards)
-        save_samples(
-            make_samples(
-                base_model(self.trainer.model),
-                self.trainer.processing_class,
-                batch,
-                [order[row] for row in rows],
-                [f"step {step}, {word}" for word in ("best of its prompt", "worst of its prompt")],
-                self.facts,
-                [rewards[row] for row in rows],
-            ),
-            self.folder.records_path(step),
+        model = base_model(self.trainer.model)
+        samples = make_samples(
+            model,
+            self.trainer.processing_class,
+            batch,
+            [order[row] for row in rows],
+            [f"step {step}, {word}" for word in ("best of its prompt", "worst of its prompt")],
+            self.facts,
+            [rewards[row] for row in rows],
         )
+        # the weights will be gone when somebody asks which lost part mattered
+        spans = [min(MOST_SPANS, RESTORED_TOKENS // len(sample.completion_ids)) for sample in samples]
+        samples = [
+            restore(model, sample, most) if most >= FEWEST_SPANS else sample
+            for sample, most in zip(samples, spans, strict=True)
+        ]
+        save_samples(samples, self.folder.records_path(step))
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

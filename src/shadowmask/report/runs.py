@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from shadowmask.metrics import PARITY_LIMITS
 from shadowmask.report.run_folder import RunFolderError
 
 # what differs between seeds of one experiment without making it another one
@@ -159,11 +160,9 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 def tolerance_of(settings: Mapping[str, Any]) -> tuple[str, float]:
     """Which statistic of the sampling gap is held against which limit (nats) in a run."""
-    import torch
-
-    from shadowmask.metrics import PARITY_LIMITS
-
-    half = torch.bfloat16 if settings.get("bf16") else torch.float16 if settings.get("fp16") else None
-    dtype = half or getattr(torch, str(settings.get("dtype") or "float32"), torch.float32)
-    statistic, limit = PARITY_LIMITS.get(dtype, PARITY_LIMITS[torch.float32])
+    name = str(settings.get("dtype") or "float32")
+    if settings.get("bf16") or settings.get("fp16"):
+        name = "bfloat16" if settings.get("bf16") else "float16"
+    limits = {str(dtype).removeprefix("torch."): limit for dtype, limit in PARITY_LIMITS.items()}
+    statistic, limit = limits.get(name, limits["float32"])
     return statistic, settings.get("parity_tolerance") or limit

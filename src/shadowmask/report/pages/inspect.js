@@ -230,10 +230,16 @@ class SampleView {
     this.cells.forEach((element, cell) => {
       const name = `layer ${Math.floor(cell / this.record.heads)}, head ${cell % this.record.heads}`;
       const holds = token !== null && this.record.holds(cell, token, query);
-      element.className = token === null ? `l${level(Math.round(shares[cell] * 1000), 1000, true)}` : holds ? "here" : token <= query ? "gone" : "";
-      element.title = token === null ? `${name}: ${(100 * shares[cell]).toFixed(0)} % of tokens held` : `${name}: ${holds ? "holds it" : "does not hold it"}`;
-      element.setAttribute("aria-label", element.title);
-      element.setAttribute("aria-selected", String(this.chosen.has(cell) && this.chosen.size < this.record.cells));
+      const look = token === null ? `l${level(Math.round(shares[cell] * 1000), 1000, true)}` : holds ? "here" : token <= query ? "gone" : "";
+      const words = token === null ? `${name}: ${(100 * shares[cell]).toFixed(0)} % of tokens held` : `${name}: ${holds ? "holds it" : "does not hold it"}`;
+      const selected = String(this.chosen.has(cell) && this.chosen.size < this.record.cells);
+      const state = `${look}|${words}|${selected}`;
+      if (element.state === state) return;              // writing to the page costs more than comparing
+      element.state = state;
+      element.className = look;
+      element.title = words;
+      element.setAttribute("aria-label", words);
+      element.setAttribute("aria-selected", selected);
     });
   }
 

@@ -64,18 +64,25 @@ class RecordView {
     return counts;
   }
 
-  // Share of the tokens up to the query that each cell holds.
-  cellShares(query) {
-    const epoch = this.epoch(query);
-    const shares = new Float32Array(this.cells);
+  // How many of the tokens from first up to last (not included) each cell holds at this epoch.
+  heldPerCell(epoch, first, last) {
+    const held = new Uint32Array(this.cells);
     const { codes, tokens } = this;
     for (let cell = 0; cell < this.cells; cell++) {
       const base = cell * tokens;
-      let held = 0;
-      for (let k = 0; k <= query; k++) held += codes[base + k] >= epoch ? 1 : 0;
-      shares[cell] = held / (query + 1);
+      for (let k = first; k < last; k++) held[cell] += codes[base + k] >= epoch ? 1 : 0;
     }
-    return shares;
+    return held;
+  }
+
+  // Share of the tokens up to the query that each cell holds. The prompt is counted once per epoch.
+  cellShares(query) {
+    const epoch = this.epoch(query);
+    if (this.ofPrompt?.epoch !== epoch) {
+      this.ofPrompt = { epoch, held: this.heldPerCell(epoch, 0, this.promptLength) };
+    }
+    const held = this.heldPerCell(epoch, this.promptLength, query + 1);
+    return Float32Array.from(held, (count, cell) => (count + this.ofPrompt.held[cell]) / (query + 1));
   }
 
   holds(cell, token, query) {

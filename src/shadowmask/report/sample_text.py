@@ -100,7 +100,7 @@ def _culprits(sample: Sample, answer: int) -> list[str]:
 def _text(sample: Sample, held: Float[Tensor, " tokens"]) -> list[str]:
     """The text with the share of each token under it; a long one from its end."""
     pairs = list(_wrapped(sample, held))
-    lines = ["the text; below each token the share that holds it (blank = lost everywhere, █ = all):"]
+    lines = ["the text, and under each token who holds it (blank = no head, █ = all):"]
     if len(pairs) > TEXT_LINES:
         lines.append(f"({len(pairs) - TEXT_LINES} lines before these are left out)")
     for words, marks in pairs[-TEXT_LINES:]:

@@ -130,7 +130,7 @@ def split_spans(pieces: Sequence[str], most: int) -> list[tuple[int, int]]:
     for k, piece in enumerate(pieces):
         long_enough = k + 1 - start >= max(target, 2)
         ends = piece.rstrip(" ").endswith(SENTENCE_ENDS) if piece.strip(" ") else False
-        if (long_enough and ends) or k + 1 - start >= 2 * target + 16:
+        if (long_enough and ends) or k + 1 - start >= 3 * max(target, 4):
             spans.append((start, k + 1))
             start = k + 1
     if start < len(pieces):

@@ -54,7 +54,7 @@ class SampleView {
     const { sample, record } = this;
     const facts = {
       tokens: `${sample.prompt_length} prompt, ${this.answers} answer`,
-      record: `${record.layers} layers × ${record.heads} heads, ${record.moments.length} evictions`,
+      record: `${record.layers} layers × ${record.heads} heads, ${record.moments.length === 1 ? "one eviction" : `${record.moments.length} evictions`}`,
       ...sample.facts,
     };
     if (sample.reward !== null) facts.reward = String(+sample.reward.toFixed(4));

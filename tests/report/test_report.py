@@ -98,6 +98,13 @@ def test_runs_that_differ_in_their_seed_share_a_band(tmp_path):
     assert stage_seconds(groups[0]) == {"time/rollout": 4.0, "time/rewards": 1.0, "rest": 5.0}
 
 
+def test_a_step_that_was_not_timed_by_stage_is_one_bar(tmp_path):
+    folder = make_run(tmp_path / "run")
+    rows = [{"step": 1, "step_time": 10.0}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert stage_seconds(experiments([read_run(folder)])[0]) == {"step": 10.0}
+
+
 def test_the_differences_between_runs_are_named(tmp_path):
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", changes={"learning_rate": 1e-4})]
     assert differences([read_run(path) for path in runs]).keys() == {"learning_rate", "output_dir"}

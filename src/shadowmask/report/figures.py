@@ -24,6 +24,7 @@ STAGES = (
     ("time/rollout", "rollout", "#1b3a6b", ""),
     ("time/rewards", "rewards and old log-probabilities", "#e08214", "//"),
     ("rest", "learner and optimizer", "#b9c4d6", ".."),
+    ("step", "whole step, not timed by stage", "#ffffff", "xx"),
 )
 
 
@@ -136,6 +137,8 @@ def stage_seconds(experiment: Experiment) -> dict[str, float]:
     if "step_time" not in means:
         return {}
     step = means.pop("step_time")
+    if not means:  # a run from before stages were timed
+        return {"step": step}
     return means | {"rest": max(step - sum(means.values()), 0.0)}
 
 
@@ -144,21 +147,25 @@ def _stages(experiments: Sequence[Experiment], folder: Path) -> Drawn:
     names = [experiment.name for experiment in experiments]
     rows = [stage_seconds(experiment) for experiment in experiments]
     left = [0.0] * len(rows)
-    for key, label, colour, hatch in STAGES if any(rows) else ():
+    for key, label, colour, hatch in STAGES:
         widths = [row.get(key, 0.0) for row in rows]
-        bar: Style = {"label": label, "color": colour, "hatch": hatch, "edgecolor": "white"}
+        if not any(widths):
+            continue
+        bar: Style = {"label": label, "facecolor": colour, "hatch": hatch, "edgecolor": "#777777"}
         axes.barh(range(len(rows)), widths, left=left, **bar)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set_yticks(range(len(rows)), [name[-22:] for name in names])
     axes.invert_yaxis()
     axes.set_xlabel("seconds, mean of steps")
+    if any(left):
+        axes.set_xlim(right=1.6 * max(left))  # room for the legend
 
     def total(experiment: Experiment) -> str | None:
         seconds = stage_seconds(experiment)
         words = [f"{label} {seconds[key]:.2f} s" for key, label, _, _ in STAGES if key in seconds]
         return ", ".join(words) or None
 
-    meaning = "Where the seconds go. Runs without stage times show their whole step as one."
+    meaning = "Where the seconds of a step go."
     return _finish(figure, axes, "time", meaning, _latest(experiments, total), folder, steps=False)
 
 

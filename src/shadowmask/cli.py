@@ -17,6 +17,8 @@ COMMANDS = {
     "train": "train a model by RL with an evicted KV cache (no arguments: the CPU demo)",
     "bench": "measure a step, a rollout and the learner against stock TRL and dense paths",
     "rollout": "sample completions with an evicted cache and show what was evicted",
+    "inspect": "look at a rollout token by token: what was evicted when, and which answer it made worse",
+    "report": "one page on a run or several: curves, gaps, memory, settings, completions, warnings",
 }
 
 DEBUG = "SHADOWMASK_DEBUG"

@@ -146,3 +146,11 @@ def test_a_run_with_something_to_show_is_not_discarded(folder):
     folder.discard()
     RunFolder(folder.path, resume=True).discard()
     assert folder.read_metrics() == [{"step": 1}]
+
+
+def test_a_resumed_run_forgets_the_records_that_it_will_make_again(folder):
+    folder.append_metrics({"step": 2})
+    for step in (2, 3):
+        write_atomically(folder.records_path(step), b"\x00")
+    folder.truncate_after(2)
+    assert list((folder.path / "samples").iterdir()) == [folder.records_path(2)]

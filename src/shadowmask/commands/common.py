@@ -91,6 +91,12 @@ def _help_of(spec: dataclasses.Field[Any]) -> str:
     return f"{text} [{spec.default}]" if has_default else text
 
 
+def split_positional(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The names in front of the first flag, and the rest."""
+    first = next((n for n, text in enumerate(arguments) if text.startswith("-")), len(arguments))
+    return list(arguments[:first]), list(arguments[first:])
+
+
 def split_equals(arguments: Sequence[str]) -> list[str]:
     """Turn ``--flag=value`` into two arguments, so that looking for a flag finds both spellings."""
     out: list[str] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 import tempfile
@@ -15,14 +16,17 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.text import Text
+from transformers import PreTrainedModel
 
 from shadowmask.commands.common import DEMO_MODEL, load_model, parse
 from shadowmask.commands.errors import UserError
 from shadowmask.demo.evaluate import encode_prompt
-from shadowmask.eviction import evictor_from_settings, list_evictors
+from shadowmask.eviction import Evictor, evictor_from_settings, list_evictors
 from shadowmask.metrics import sampling_gap
 from shadowmask.planning import parse_bytes
 from shadowmask.record import ShadowMask
+from shadowmask.report.sample import SUFFIX, Sample, save_samples
+from shadowmask.report.sampling import make_samples
 from shadowmask.rollout import RolloutBatch, RolloutEngine
 from shadowmask.scoring import dense_logprobs, shadow_logprobs
 
@@ -59,13 +63,14 @@ class RolloutArguments:
     temperature: float = field(default=1.0, metadata={"help": "0 is greedy."})
     seed: int = field(default=0, metadata={"help": "Same seed, same completions."})
     save: str | None = field(
-        default=None, metadata={"help": "Write tokens and shadow mask to this new folder."}
+        default=None,
+        metadata={"help": "Write tokens and shadow mask to this new folder, for `shadowmask inspect` too."},
     )
 
 
 def main(argv: Sequence[str]) -> None:
     (args,) = parse([RolloutArguments], argv, "rollout", ABOUT)
-    prompt = _read_prompt(args)
+    prompt = read_prompt(args)
     if args.save and Path(args.save).exists():
         raise UserError(f"--save {args.save} exists already: name a new folder")
     evictor = evictor_from_settings(args.evictor, args.budget, args.compression_ratio, args.evictor_kwargs)
@@ -89,8 +94,8 @@ def main(argv: Sequence[str]) -> None:
     for line in summary(batch, model, seconds):
         console.print(line)
     if args.save:
-        save_rollout(batch, Path(args.save))
-        console.print(f"saved to {args.save}")
+        save_rollout(batch, samples_of(args, batch, model, tokenizer, evictor), Path(args.save))
+        console.print(f"saved; look at it with: shadowmask inspect {shlex.quote(args.save)}")
 
 
 def _limit(args: RolloutArguments) -> int | None:
@@ -102,7 +107,12 @@ def _limit(args: RolloutArguments) -> int | None:
         raise UserError(f"--kv_memory_limit {error}") from error
 
 
-def _read_prompt(args: RolloutArguments) -> str:
+def read_prompt(args: Any) -> str:
+    """The text of ``--prompt`` or ``--prompt_file``.
+
+    Raises:
+        UserError: neither or both were given, no such file, or no text in it.
+    """
     if (args.prompt is None) == (args.prompt_file is None):
         raise UserError("give the prompt with --prompt or --prompt_file")
     if args.prompt is not None:
@@ -110,7 +120,7 @@ def _read_prompt(args: RolloutArguments) -> str:
     elif args.prompt_file == "-":
         text = sys.stdin.read()
     else:
-        path = Path(args.prompt_file)  # type: ignore[arg-type]
+        path = Path(args.prompt_file)
         if not path.is_file():
             raise UserError(f"prompt file {args.prompt_file!r} does not exist")
         text = path.read_text()
@@ -160,8 +170,28 @@ def summary(batch: RolloutBatch, model: Any, seconds: float) -> list[str]:
     ]
 
 
-def save_rollout(batch: RolloutBatch, folder: Path) -> None:
-    """Write ``shadow.safetensors`` and ``rollout.json``; the folder appears only when complete."""
+def samples_of(
+    args: Any,
+    batch: RolloutBatch,
+    model: PreTrainedModel,
+    tokenizer: Any,
+    evictor: Evictor,
+    titles: Sequence[str] | None = None,
+) -> list[Sample]:
+    """Every completion of the rollout, scored, with its text and record."""
+    facts = {
+        "model": args.model,
+        "evictor": repr(evictor),
+        "evict_every": str(args.evict_every or "after the prompt only"),
+    }
+    rows = range(len(batch.completion_ids))
+    titles = titles or [f"completion {n + 1}" for n in rows]
+    return make_samples(model, tokenizer, batch, rows, titles, facts)
+
+
+def save_rollout(batch: RolloutBatch, samples: Sequence[Sample], folder: Path) -> None:
+    """Write ``shadow.safetensors``, ``rollout.json`` and what ``inspect`` reads; the folder appears only
+    when complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -177,6 +207,7 @@ def save_rollout(batch: RolloutBatch, folder: Path) -> None:
             "kv_bytes_unshared": batch.kv_bytes_unshared,
         }
         (partial / "rollout.json").write_text(json.dumps(content))
+        save_samples(samples, partial / f"rollout{SUFFIX}")
         partial.chmod(0o755)
         partial.rename(folder)
     except BaseException:

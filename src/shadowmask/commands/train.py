@@ -89,6 +89,13 @@ class TrainArguments:
         default=0,
         metadata={"help": "Supervised steps of the bundled model on its task before RL (cached)."},
     )
+    saved_samples: int = field(
+        default=4,
+        metadata={
+            "help": "Steps, spread evenly over the run, of which a prompt's best and worst completion are "
+            "saved with their records for `shadowmask inspect`. 0: none."
+        },
+    )
     threads: int | None = field(default=None, metadata={"help": "CPU threads. Default: torch's choice."})
     resume: bool = field(default=False, metadata={"help": "Go on with the run in --output_dir."})
 
@@ -144,6 +151,8 @@ class Run:
             raise UserError("name a model: --model_name_or_path with a folder, a hub name, or demo")
         if args.threads:
             torch.set_num_threads(args.threads)
+        if args.saved_samples < 0:
+            raise UserError(f"saved_samples={args.saved_samples} must be at least 0")
         refused = ("load_in_4bit", "load_in_8bit", "attn_implementation")
         for name in refused:
             if getattr(model_config, name):
@@ -223,7 +232,12 @@ class Run:
         self.display.say(f"supervised warm-up {step}/{steps}: loss {loss:.3f}")
 
     def _make_trainer(self, model: PreTrainedModel, tokenizer: Any) -> SMDTrainer:
-        recorder = Recorder(self.folder, self.display)
+        facts = {
+            "model": str(self.model_config.model_name_or_path),
+            "evictor": repr(self.config.make_evictor()),
+            "evict_every": str(self.config.evict_every or "after the prompt only"),
+        }
+        recorder = Recorder(self.folder, self.display, self.args.saved_samples, facts)
         trainer = SMDTrainer(
             model,
             self.data.reward,
@@ -234,7 +248,7 @@ class Run:
             callbacks=[recorder, StopOnInterrupt(self.display)],
         )
         trainer.remove_callback(PrinterCallback)
-        recorder.trainer = trainer
+        recorder.watch(trainer)
         return trainer
 
     def _evaluate(self, trainer: SMDTrainer, moment: str) -> dict[str, Accuracy]:

@@ -5,6 +5,7 @@
     versions.json   interpreter, libraries, commit, hardware
     metrics.jsonl   one object per logged step
     samples.jsonl   some completions with their rewards
+    samples/        some of those with their records, for `shadowmask inspect`
     *.json          results, written whole or not at all
 
 The two `.jsonl` files grow line by line and survive being cut off in the middle of one. On resume
@@ -72,6 +73,10 @@ class RunFolder:
     def samples_path(self) -> Path:
         return self.path / "samples.jsonl"
 
+    def records_path(self, step: int) -> Path:
+        """Where the samples of a step stand that were saved with their records."""
+        return self.path / "samples" / f"step-{step:06d}.samples.json.gz"
+
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write the resolved settings, in the order given."""
         text = yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
@@ -100,11 +105,14 @@ class RunFolder:
         return read_records(self.samples_path)
 
     def truncate_after(self, step: int) -> None:
-        """Forget what was logged after `step`, and half of a line at the end, if there is one."""
+        """Forget what was written after `step`, and half of a line at the end, if there is one."""
         for path in (self.metrics_path, self.samples_path):
             if path.exists():
                 kept = [record for record in read_records(path) if record["step"] <= step]
                 write_atomically(path, "".join(map(_line, kept)))
+        for path in (self.path / "samples").glob("step-*.samples.json.gz"):
+            if int(path.name[5:].split(".")[0]) > step:
+                path.unlink()
 
 
 def read_records(path: str | os.PathLike[str]) -> list[Record]:
@@ -127,13 +135,13 @@ def read_records(path: str | os.PathLike[str]) -> list[Record]:
     return records
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file under a temporary name beside it, then rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
         os.chmod(temporary, 0o644)  # mkstemp makes it private
         os.replace(temporary, path)
     except BaseException:

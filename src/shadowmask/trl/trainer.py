@@ -8,6 +8,8 @@ splitting and reuse over iterations keep it with its row, and a token hash prove
 from __future__ import annotations
 
 import hashlib
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,10 +76,13 @@ class SMDTrainer(GRPOTrainer):
             compile=COMPILE_CHOICES[args.compile_rollout],
         )
         self._rollout: RolloutBatch | None = None  # what _generate_single_turn has just made
+        self._rollout_seconds = 0.0
         self._rollout_moments: dict[str, tuple[int, int]] = {}  # mode -> (global step, rollouts in it)
         self._records: list[ShadowMask] | None = None  # of the rows that are being scored
         self._with_teacher = False
         self._last_stats: TokenStats | None = None
+        # called with every training rollout and the rows' places in it, while the weights are the sampler's
+        self.on_rollout: Callable[[RolloutBatch, list[int]], None] | None = None
 
     # -- rollout --------------------------------------------------------------------------------
 
@@ -93,6 +98,7 @@ class SMDTrainer(GRPOTrainer):
         if images is not None or multimodal_fields:
             raise ValueError("images are not supported")
         prompts, sizes, order = _group(prompt_ids)
+        started = time.perf_counter()
         with (
             unwrap_model_for_generation(
                 self.model_wrapped,
@@ -112,6 +118,8 @@ class SMDTrainer(GRPOTrainer):
             )
         self._rollout = batch
         self._rollout_order = order
+        self._rollout_seconds = time.perf_counter() - started
+        self._log("time/rollout", self._rollout_seconds)
         self._log_rollout(batch)
         return (
             [batch.completion_ids[n] for n in order],
@@ -130,7 +138,9 @@ class SMDTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's, with the records and sampler log-probabilities added to the batch."""
         self._records = None
+        started = time.perf_counter()
         output = super()._generate_and_score_completions(inputs)
+        self._log("time/rewards", time.perf_counter() - started - self._rollout_seconds)
         assert self._rollout is not None
         order = self._rollout_order
         output["shadow"] = [self._rollout.shadow[n] for n in order]
@@ -138,6 +148,9 @@ class SMDTrainer(GRPOTrainer):
         if "old_per_token_logps" in output:
             # same weights as the sampler's: this is the place to compare
             self._check_sampling_gap(output, output["old_per_token_logps"])
+        if self.on_rollout is not None and self.model.training:
+            with self.accelerator.autocast():
+                self.on_rollout(self._rollout, order)
         self._rollout = None
         self._records = None
         return output

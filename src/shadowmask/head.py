@@ -47,10 +47,12 @@ def token_stats(
     head: OutputHead,
     temperature: float = 1.0,
     teacher_hidden: Float[Tensor, "targets hidden"] | None = None,
+    teacher_head: OutputHead | None = None,
 ) -> TokenStats:
     """Log-probability of each target, entropy, and forward KL(teacher || student) if a teacher is given.
 
     The teacher side gets no gradient: neither its hidden states nor the head as it projects them.
+    ``teacher_head`` defaults to ``head``: a teacher of the same weights.
     """
     outputs = _TiledHead.apply(
         hidden,
@@ -60,6 +62,7 @@ def token_stats(
         None if teacher_hidden is None else teacher_hidden.detach(),
         head,
         temperature,
+        teacher_head,
     )
     return TokenStats(*outputs)
 
@@ -75,9 +78,11 @@ class _TiledHead(torch.autograd.Function):
         teacher_hidden: Tensor | None,
         head: OutputHead,
         temperature: float,
+        teacher_head: OutputHead | None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)  # what nobody differentiates costs nothing in the backward pass
         ctx.settings = (head.scale, head.softcap, temperature)
+        ctx.teacher_head = teacher_head
         ctx.save_for_backward(hidden, weight, bias, targets, teacher_hidden)
         wide = wide_dtype(weight.dtype)
         rows = hidden.shape[0]
@@ -86,13 +91,14 @@ class _TiledHead(torch.autograd.Function):
         if teacher_hidden is not None:
             kl, teacher_logprobs = (hidden.new_empty(rows, dtype=wide) for _ in range(2))
         project = _Projection(weight, bias, head.scale, head.softcap, temperature)
+        project_teacher = project.of(teacher_head)
         for tile in _tiles(rows, weight.shape[0]):
             logp = project(hidden[tile])[0].log_softmax(dim=-1)
             column = targets[tile, None]
             logprobs[tile] = logp.gather(-1, column)[:, 0]
             entropy[tile] = -(logp.exp() * logp).sum(dim=-1)
             if teacher_hidden is not None and kl is not None and teacher_logprobs is not None:
-                teacher = project(teacher_hidden[tile])[0].log_softmax(dim=-1)
+                teacher = project_teacher(teacher_hidden[tile])[0].log_softmax(dim=-1)
                 teacher_logprobs[tile] = teacher.gather(-1, column)[:, 0]
                 kl[tile] = (teacher.exp() * (teacher - logp)).sum(dim=-1)
         if teacher_logprobs is not None:
@@ -104,6 +110,7 @@ class _TiledHead(torch.autograd.Function):
         grad_logprobs, grad_entropy, grad_kl = grads[:3]
         hidden, weight, bias, targets, teacher_hidden = ctx.saved_tensors
         project = _Projection(weight, bias, *ctx.settings)
+        project_teacher = project.of(ctx.teacher_head)
         wide = wide_dtype(weight.dtype)
         needs_weight, needs_bias = (
             ctx.needs_input_grad[1],
@@ -125,7 +132,7 @@ class _TiledHead(torch.autograd.Function):
                 entropy = -(p * logp).sum(dim=-1, keepdim=True)
                 grad -= grad_entropy[tile, None] * p * (logp + entropy)
             if grad_kl is not None and teacher_hidden is not None:
-                q = project(teacher_hidden[tile])[0].softmax(dim=-1)
+                q = project_teacher(teacher_hidden[tile])[0].softmax(dim=-1)
                 grad += grad_kl[tile, None] * (p - q)
             grad = (grad * derivative).to(weight.dtype)
             grad_hidden[tile] = grad @ weight
@@ -137,6 +144,7 @@ class _TiledHead(torch.autograd.Function):
             grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
             None,
             None,
             None,
@@ -161,6 +169,12 @@ class _Projection:
     ) -> None:
         self.weight, self.bias = weight, bias
         self.scale, self.softcap, self.temperature = scale, softcap, temperature
+
+    def of(self, head: OutputHead | None) -> _Projection:
+        """The same temperature through another head; ``None`` is this one."""
+        if head is None:
+            return self
+        return _Projection(head.weight.detach(), head.bias, head.scale, head.softcap, self.temperature)
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor | float]:
         hidden = hidden.to(self.weight.dtype)

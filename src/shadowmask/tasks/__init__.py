@@ -6,6 +6,7 @@ from typing import Any
 
 from shadowmask.tasks.arithmetic import ArithmeticTask
 from shadowmask.tasks.base import Task
+from shadowmask.tasks.chain import ChainTask
 from shadowmask.tasks.data import DataTask
 from shadowmask.tasks.govreport import GovreportTask
 from shadowmask.tasks.gsm8k import Gsm8kTask
@@ -20,7 +21,7 @@ from shadowmask.tasks.tldr import TldrTask
 TASKS: dict[str, type[Task]] = {
     task.name: task
     for task in (
-        *(RecallTask, MultihopTask, ArithmeticTask, HardNeedleTask),
+        *(RecallTask, MultihopTask, ChainTask, ArithmeticTask, HardNeedleTask),
         *(Gsm8kTask, HotpotqaTask, TldrTask, GovreportTask),
         *(AsdivTask, XsumTask, AclsumTask),
     )

@@ -112,7 +112,7 @@ def test_the_parity_guard_is_on_exactly_where_the_learner_replays(tmp_path: Path
 
 @pytest.mark.parametrize("method", ["naive", "tis", "shadow"])
 def test_a_second_iteration_is_stale_not_off_policy(method: str, tmp_path: Path) -> None:
-    """Staleness compares new and old weights of the learner; the mismatch with the sampler is another number."""
+    """Staleness compares new and old weights of the learner; the mismatch with the sampler does not."""
     trainer = make_trainer(tmp_path, method=method, evictor="random", num_iterations=2, max_steps=4)
     trainer.train()
     staleness = history(trainer, "staleness/kl")

@@ -35,9 +35,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--output", help="folder of the results [results/<name of the suite>]")
     parser.add_argument("--quick", action="store_true", help="what the suite's `quick` says: a short version")
     parser.add_argument("--jobs", type=int, help="cells at one time [number of CPU cores]")
-    parser.add_argument(
-        "--report", action="store_true", help="run nothing: table and figures of what is there"
-    )
+    parser.add_argument("--report", action="store_true", help="run nothing, only table and figures")
     parser.add_argument("--list", action="store_true", help="print the cells and stop")
     args = parser.parse_args(argv)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -121,7 +119,7 @@ def report(suite: Suite, outcome: Outcome, output: Path) -> None:
     figures = draw_all(suite, outcome.results, output / "figures")
     print(page)
     _say(
-        f"{len(outcome.results)} of {len(suite.cells)} cells; table, summary and {len(figures)} figures: {output}"
+        f"{len(outcome.results)} of {len(suite.cells)} cells; table and {len(figures)} figures in {output}"
     )
 
 

@@ -101,9 +101,7 @@ class TrainArguments:
     )
     dense_guard_every: int = field(
         default=0,
-        metadata={
-            "help": "Measure held-out dense accuracy every so many steps and warn if it falls. 0: never."
-        },
+        metadata={"help": "Measure held-out dense accuracy every so many steps, warn if it falls. 0: no."},
     )
     dense_guard_drop: float = field(
         default=0.05, metadata={"help": "Fall of dense accuracy below its start that the guard acts on."}
@@ -217,9 +215,7 @@ class Run:
             )
         self.args, self.config, self.model_config = args, config, model_config
         if args.dense_guard_every and not args.eval_size:
-            raise UserError(
-                f"dense_guard_every={args.dense_guard_every} needs held-out prompts: set eval_size"
-            )
+            raise UserError(f"dense_guard_every={args.dense_guard_every} needs held-out prompts: eval_size")
         self.guard: DenseGuard | None = None
         self.data = load_data(args, config.seed)
         self.folder = RunFolder(str(config.output_dir), resume=args.resume)
@@ -318,9 +314,7 @@ class Run:
         self.display.say(f"supervised warm-up {step}/{steps}: loss {loss:.3f}")
 
     def _show_pocket(self, step: int, loss: float, accuracy: float) -> None:
-        self.display.say(
-            f"pretraining the pocket model, step {step}: loss {loss:.3f}, accuracy {accuracy:.2f}"
-        )
+        self.display.say(f"pocket model, step {step}: loss {loss:.3f}, accuracy {accuracy:.2f}")
 
     def _make_trainer(self, model: PreTrainedModel, tokenizer: Any) -> SMDTrainer:
         recorder = Recorder(self.folder, self.display)
@@ -404,7 +398,8 @@ def summary_lines(
             f"sampled reward          {first:.3f} (first {third} steps) -> {last:.3f} (last {third})"
         )
     for name in after:
-        lines.append(f"held-out, {name:7} cache {before[name]} -> {after[name]}  (n = {after[name].prompts})")
+        start = f"{before[name]} -> " if name in before else ""
+        lines.append(f"held-out, {name:7} cache {start}{after[name]}  (n = {after[name].prompts})")
     gaps = [row for row in metrics if row.get("sampling_gap/max") is not None]
     if gaps and not replays:
         worst = max(row["sampling_gap/max"] for row in gaps)

@@ -1,8 +1,8 @@
 """Run the cells of a suite: one process each, several at a time, each exactly once.
 
-A cell runs ``shadowmask train`` into ``running/``; only when that has ended is its result written (and renamed
-into place), then the folder goes. So a machine that dies loses the running cells and nothing else, and whoever
-starts the suite again goes on where it stopped.
+A cell runs ``shadowmask train`` into ``running/``; only when that has ended is its result written (and
+renamed into place), then the folder goes. So a machine that dies loses the running cells and nothing else,
+and whoever starts the suite again goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ class _Pool:
             each.process.wait()
 
     def _log(self, cell: Cell, event: str, seconds: float | None = None, **more: Any) -> None:
-        row = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "cell": cell.name, "event": event}
+        row: dict[str, Any] = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "cell": cell.name}
+        row["event"] = event
         row |= {} if seconds is None else {"seconds": round(seconds, 1)}
         with (self.output / "log.jsonl").open("a") as file:
             file.write(json.dumps(row | more) + "\n")

@@ -1,7 +1,7 @@
 """A suite: which cells there are. Read from YAML, checked as a whole before anything runs.
 
     name: pocket
-    train: {model_name_or_path: pocket, max_steps: 150, ...}      # settings of `shadowmask train`, of every cell
+    train: {model_name_or_path: pocket, max_steps: 150}           # settings of `shadowmask train`
     tasks: {chain: {task: chain, task_kwargs: {num_facts: 12}}}   # names for groups of settings
     caches: {snapkv50: {evictor: snapkv, compression_ratio: 0.5}}
     arms: {smd-0.3: {method: smd, distill_coef: 0.3}}             # every method is an arm by its own name
@@ -9,9 +9,9 @@
       - {task: [chain], cache: [snapkv50], arm: [dense, naive, smd, smd-0.3], seed: [0, 1, 2]}
     quick: {seeds: [0], train: {max_steps: 10}}                   # what --quick changes
 
-A cell is one value of every axis. Blocks of the grid may overlap: a cell runs once. An arm that evicts nothing
-while training (`dense`) is one cell for all caches. Every trained model is evaluated dense, under its own cache
-and under all caches of the suite.
+A cell is one value of every axis. Blocks of the grid may overlap: a cell runs once. An arm that evicts
+nothing while training (`dense`) is one cell for all caches. Every trained model is evaluated dense, under its
+own cache and under all caches of the suite.
 """
 
 from __future__ import annotations

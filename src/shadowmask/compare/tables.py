@@ -139,9 +139,10 @@ def as_markdown(suite: Suite, results: Sequence[Result], failed: Mapping[str, st
         f"# {suite.name}",
         "",
         f"{len(results)} of {len(suite.cells)} cells finished, "
-        f"{sum(r.status == DIVERGED for r in results)} diverged, {len(failed)} failed. Held-out prompts per cell: "
-        f"{', '.join(map(str, items)) or 'none'}, greedy. Mean ± standard deviation over seeds; differences are "
-        f"to `{suite.baseline}` under the same evaluation cache, paired by seed, with a 95 % bootstrap interval.",
+        f"{sum(r.status == DIVERGED for r in results)} diverged, {len(failed)} failed. Held-out prompts per "
+        f"cell: {', '.join(map(str, items)) or 'none'}, greedy. Mean ± standard deviation over seeds; "
+        f"differences are to `{suite.baseline}` under the same evaluation cache, paired by seed, with a 95 % "
+        "bootstrap interval.",
         "",
     ]
     lines += [f"- failed: `{name}`: {error}" for name, error in failed.items()]
@@ -154,8 +155,8 @@ def as_markdown(suite: Suite, results: Sequence[Result], failed: Mapping[str, st
 
 def _table(rows: Sequence[Row], baseline: str) -> list[str]:
     head = (
-        *("training cache", "arm", "seeds", "diverged", "own cache", f"− {baseline}", "dense cache"),
-        *(f"− {baseline}", "agreement p5", "rejected", "gradient noise"),
+        *("training cache", "arm", "seeds", "diverged", "own cache", f"minus {baseline}", "dense cache"),
+        *(f"minus {baseline}", "agreement p5", "rejected", "gradient noise"),
     )
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for row in rows:

@@ -174,7 +174,7 @@ def pretrain(
 def encode(
     tokenizer: PreTrainedTokenizerFast, task: Task, rows: Sequence[dict[str, Any]]
 ) -> tuple[Int[Tensor, "rows tokens"], int]:
-    """Token ids of prompts with their answers and EOS, and the length of the prompts, which is one for all."""
+    """Token ids of prompts with their answers and EOS, and the one length of all prompts."""
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
     answers = [[*tokenizer(task.target(row))["input_ids"], tokenizer.eos_token_id] for row in rows]
     if len({len(p) for p in prompts}) > 1 or len({len(a) for a in answers}) > 1:

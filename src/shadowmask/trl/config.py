@@ -168,7 +168,7 @@ class SMDConfig(GRPOConfig):
                 raise ValueError(f"agreement_floor={self.agreement_floor}: nothing is evicted; leave it out")
         if method.rule is not None and self.loss_type == "vespo":
             raise ValueError(
-                f"loss_type='vespo' weighs sequences itself: it cannot be combined with method {self.method!r}"
+                f"loss_type='vespo' weighs sequences itself: use another with method {self.method!r}"
             )
 
     def correction_settings(self) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """What ``SMDTrainer`` relies on inside TRL, and how it notices when that has changed.
 
 TRL's private methods change from minor to minor; their names and roles hardly do. We override few of
-them, call ``super()`` where a body is wanted, and copy none. Everything relied upon is listed here and checked by
-``contract_violations``, which the tests run and which can be run against a new TRL version.
+them, call ``super()`` where a body is wanted, and copy none. Everything relied upon is listed here and
+checked by ``contract_violations``, which the tests run and which can be run against a new TRL version.
 """
 
 from __future__ import annotations

@@ -118,9 +118,7 @@ def report(suite: Suite, outcome: Outcome, output: Path) -> None:
     write_atomically(output / "summary.json", json.dumps(summary, indent=1) + "\n")
     figures = draw_all(suite, outcome.results, output / "figures")
     print(page)
-    _say(
-        f"{len(outcome.results)} of {len(suite.cells)} cells; table and {len(figures)} figures in {output}"
-    )
+    _say(f"{len(outcome.results)} of {len(suite.cells)} cells; table and {len(figures)} figures in {output}")
 
 
 def _say(line: str) -> None:

@@ -84,9 +84,7 @@ def _curves(axes: Axes, suite: Suite, results: Sequence[Result], panel: Panel, k
     axes.set_xlabel("step")
     for number, arm in enumerate(suite.order("arm")):
         mine = select(results, task, cache, arm) or select(results, task, NO_CACHE, arm)
-        curves = [
-            {step: value for step, value in r.curves[key]} for r in mine if len(r.curves.get(key, ())) > 1
-        ]
+        curves = [_points(r, key) for r in mine if len(r.curves.get(key, ())) > 1]
         steps = sorted(set.intersection(*map(set, curves))) if curves else []
         if not steps:
             continue
@@ -101,8 +99,8 @@ def _curves(axes: Axes, suite: Suite, results: Sequence[Result], panel: Panel, k
             axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
-def _points(result: Result, key: str) -> dict[float, float]:
-    return {step: value for step, value in result.curves[key]}  # noqa: C416 - lists of two, not pairs
+def _points(result: Result, key: str) -> dict[int, float]:
+    return {int(step): value for step, value in result.curves[key]}
 
 
 def _bars(axes: Axes, suite: Suite, results: Sequence[Result], panel: Panel) -> None:

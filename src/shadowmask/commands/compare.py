@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -53,6 +54,7 @@ def main(argv: Sequence[str]) -> None:
         return
     prepare(suite)
     threads = max(1, cores // jobs)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no cell is left running
     try:
         outcome = run_suite(suite, output, jobs, threads, _say)
     except KeyboardInterrupt as stop:

@@ -96,7 +96,8 @@ class _Pool:
         return self.failed
 
     def _start(self, cell: Cell) -> None:
-        folder = self.output / "running" / cell.name.replace("/", "~")
+        # of this process alone: a cell may outlive a comparison that was killed, and go on writing
+        folder = self.output / "running" / f"{cell.name.replace('/', '~')}~{os.getpid()}"
         folder.parent.mkdir(parents=True, exist_ok=True)
         settings = cell.settings | {"output_dir": str(folder), "eval_caches": self.suite.caches}
         environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}

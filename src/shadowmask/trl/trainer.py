@@ -8,7 +8,6 @@ splitting and reuse over iterations keep it with its row, and a token hash prove
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,18 +24,15 @@ from shadowmask.models import base_model, prepare_model
 from shadowmask.packing import pack
 from shadowmask.record import RecordError, ShadowMask
 from shadowmask.rollout import RolloutBatch, RolloutEngine
-from shadowmask.trl.budget import BudgetController
 from shadowmask.trl.checks import checked_rewards, refuse_unsupported
 from shadowmask.trl.config import COMPILE_CHOICES, SMDConfig
 from shadowmask.trl.forward import ScoringRequest, add_scoring_forward
-from shadowmask.trl.gradients import GradientSpread
+from shadowmask.trl.guarded import GuardedTrainer
 from shadowmask.trl.learner_log import learner_metrics, worst_side
 from shadowmask.trl.rows import cat_rows, group_rows, pad_rows, unpad_rows
-from shadowmask.trl.teachers import StepEnd, Teacher, make_teacher
-from trl import GRPOTrainer
 
 
-class SMDTrainer(GRPOTrainer):
+class SMDTrainer(GuardedTrainer):
     """GRPO with evicted rollouts, shadow-mask replay and dense-to-sparse distillation.
 
     Takes what ``GRPOTrainer`` takes, with an ``SMDConfig``. See that class for the settings.
@@ -69,7 +65,7 @@ class SMDTrainer(GRPOTrainer):
                 "the router load-balancing loss is not supported: set output_router_logits=False"
             )
         self.method = get_method(args.method)
-        self.teacher: Teacher | None = make_teacher(self.model, args.teacher, args.teacher_decay)
+        self._set_guards()
         for each in filter(None, (self.model, self.ref_model)):
             prepare_model(each)
             add_scoring_forward(base_model(each))
@@ -86,10 +82,6 @@ class SMDTrainer(GRPOTrainer):
         self._records: list[ShadowMask] | None = None  # of the rows that are being scored
         self._loss_inputs: dict[str, Any] | None = None  # the batch whose loss is being computed
         self._last_stats: TokenStats | None = None
-        self.spread = GradientSpread()
-        self.budget = None if args.agreement_floor is None else BudgetController(args.agreement_floor)
-        self._agreements: list[float] = []  # 5th percentiles of this step
-        self.add_callback(StepEnd(self._after_step))
 
     # -- rollout --------------------------------------------------------------------------------
 
@@ -315,59 +307,3 @@ class SMDTrainer(GRPOTrainer):
         if self.args.bf16:
             return torch.bfloat16
         return torch.float16 if self.args.fp16 else base_model(self.model).dtype
-
-    # -- between steps --------------------------------------------------------------------------
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = super().training_step(*args, **kwargs)
-        if self.accelerator.sync_gradients:
-            for name, value in self.spread.take().items():
-                self._log(name, value)
-        return loss
-
-    def _after_step(self) -> None:
-        """The optimizer has moved the weights: let the teacher and the budget follow."""
-        if self.teacher is not None:
-            self.teacher.update(self.model)
-        if self.budget is not None and self._agreements:
-            scale = self.budget.update(min(self._agreements))
-            self.engine.evictor = self.args.rollout_evictor(scale)
-            self._log("kv/budget_scale", scale)
-        self._agreements.clear()
-
-    @property
-    def _guards(self) -> list[Teacher | BudgetController]:
-        """What a checkpoint must hold besides TRL's own state."""
-        parts: list[Teacher | BudgetController | None] = [self.teacher, self.budget]
-        return [part for part in parts if part is not None]
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-        if self.args.should_save:
-            for part in self._guards:
-                part.save(folder)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        for part in self._guards:
-            part.load(Path(resume_from_checkpoint))
-        if self.budget is not None:
-            self.engine.evictor = self.args.rollout_evictor(self.budget.scale)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's, but a worst case over micro-batches stays one: TRL would average it."""
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        for name, values in metrics.items():
-            side = worst_side(name)
-            if values and side is not None:
-                metrics[name] = [max(values) if side == "max" else min(values)]
-        super().log(logs, start_time)
-
-    def _log(self, name: str, value: float, worst: str | None = None) -> float:
-        """Append a metric; over processes its mean, or its worst side (``"max"``, ``"min"``)."""
-        values = self.accelerator.gather(torch.tensor(float(value), device=self.accelerator.device))
-        reduced = float({"max": values.max, "min": values.min, None: values.mean}[worst]())
-        mode = "train" if self.model.training else "eval"
-        self._metrics[mode][name].append(reduced)
-        return reduced

@@ -1,6 +1,6 @@
 """Chain: write down every station of a path through facts that are scattered over the prompt.
 
-    Facts: Otto sees Petra. Ines sees Otto. Petra sees Lina. ...
+    Facts: Otto Petra. Ines Otto. Petra Lina. ...
     Path: Ines
     Otto Petra Lina
 
@@ -46,7 +46,7 @@ class ChainTask(ProceduralTask):
 
     def _draw(self, rng: random.Random) -> tuple[str, list[str]]:
         ring = rng.sample(NAMES, self.num_facts)
-        facts = [f"{giver} sees {taker}." for giver, taker in zip(ring, ring[1:] + ring[:1], strict=True)]
+        facts = [f"{giver} {taker}." for giver, taker in zip(ring, ring[1:] + ring[:1], strict=True)]
         rng.shuffle(facts)
         return f"Facts: {' '.join(facts)}", ring
 

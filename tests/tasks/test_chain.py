@@ -1,4 +1,4 @@
-"""Chain: the answer follows the facts, and nothing but the facts leads to it."""
+"""Chain and lookup: the answer follows the facts, and nothing but the facts leads to it."""
 
 import re
 
@@ -6,6 +6,7 @@ import pytest
 
 from shadowmask.tasks import get_task
 from shadowmask.tasks.chain import ChainTask
+from shadowmask.tasks.lookup import LookupTask
 
 
 def links(row):
@@ -21,6 +22,15 @@ def test_following_the_facts_gives_the_answer():
             name = successor[name]
             assert name == station
         assert len(set(row["answer"].split())) == 4
+
+
+def test_looking_every_name_up_gives_the_answer():
+    for row in LookupTask(num_facts=7, num_asked=3).dataset("train", 20, seed=1):
+        document, asked = row["prompt"].split("\nAsked: ")
+        successor = dict(re.findall(r"(\w+) (\w+)\.", document))
+        assert len(set(asked.split())) == 3
+        expected = [part for name in asked.split() for part in (name, successor[name])]
+        assert row["answer"].split() == expected
 
 
 def test_prompts_repeat_under_their_seed_and_splits_are_apart():
@@ -43,12 +53,19 @@ def test_prompts_repeat_under_their_seed_and_splits_are_apart():
     ],
 )
 def test_all_stations_in_order(completion, reward):
-    assert ChainTask().reward([completion], ["Otto Lina"]) == [reward]
+    for task in (ChainTask(), LookupTask()):
+        assert task.reward([completion], ["Otto Lina"]) == [reward]
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"), [({"num_facts": 1}, "num_facts"), ({"num_hops": 12}, "num_hops")]
+    ("name", "settings"),
+    [
+        ("chain", {"num_facts": 1}),
+        ("chain", {"num_hops": 12}),
+        ("lookup", {"num_facts": 81}),
+        ("lookup", {"num_asked": 0}),
+    ],
 )
-def test_bad_settings_are_named(settings, said):
-    with pytest.raises(ValueError, match=said):
-        get_task("chain", **settings)
+def test_bad_settings_are_named(name, settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        get_task(name, **settings)

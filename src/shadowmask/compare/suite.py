@@ -31,6 +31,7 @@ AXES = ("task", "cache", "arm", "seed")
 KEYS = ("name", "train", "tasks", "caches", "arms", "grid", "quick", "baseline", "about")
 QUICK_KEYS = ("train", "seeds", "arms", "caches", "tasks")
 NO_CACHE = "dense"
+CACHE_KEYS = ("evictor", "budget", "compression_ratio", "evict_every", "evictor_kwargs")
 Settings = dict[str, Any]
 
 
@@ -113,7 +114,8 @@ def make_suite(content: Any, name: str, quick: bool = False) -> Suite:
     # seeds outermost: a suite that is stopped half-way has whole comparisons of the first seeds
     ordered = sorted(cells.values(), key=lambda cell: cell.seed)
     used = {cell.cache for cell in ordered}
-    caches = {cache: settings for cache, settings in named["cache"].items() if cache in used}
+    common = {key: train[key] for key in CACHE_KEYS if key in train}
+    caches = {cache: common | settings for cache, settings in named["cache"].items() if cache in used}
     return Suite(str(suite.get("name", name)), tuple(ordered), caches, baseline)
 
 

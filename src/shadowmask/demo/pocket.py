@@ -47,7 +47,7 @@ class PocketRecipe:
     num_layers: int = 3
     num_heads: int = 6
     num_kv_heads: int = 3
-    intermediate_size: int = 512
+    intermediate_size: int = 384
     max_steps: int = 3000
     batch_size: int = 64
     learning_rate: float = 1e-3
@@ -197,5 +197,5 @@ def _easier(task: Task, step: int, recipe: PocketRecipe) -> Task:
     reached = first + (full - first) * min(1.0, step / recipe.curriculum_steps)
     # a mixture below what was reached: few facts are not forgotten
     facts = random.Random(step).randint(first, max(first, round(reached)))
-    least = getattr(task, "num_hops", 0) + 1
+    least = max(getattr(task, "num_hops", 0) + 1, getattr(task, "num_asked", 0))
     return dataclasses.replace(task, num_facts=max(facts, least))  # type: ignore[type-var]

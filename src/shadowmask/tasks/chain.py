@@ -42,13 +42,10 @@ class ChainTask(ProceduralTask):
 
     def reward(self, completions: list[Completion], answer: list[str], **kwargs) -> list[float]:
         """Give 1 to completions that list exactly the right names in the right order."""
-        return score_each(_same_names, completions, answer)
+        return score_each(same_names, completions, answer)
 
     def _draw(self, rng: random.Random) -> tuple[str, list[str]]:
-        ring = rng.sample(NAMES, self.num_facts)
-        facts = [f"{giver} {taker}." for giver, taker in zip(ring, ring[1:] + ring[:1], strict=True)]
-        rng.shuffle(facts)
-        return f"Facts: {' '.join(facts)}", ring
+        return draw_ring(self.num_facts, rng)
 
     def _ask(self, document: str, facts: list[str], rng: random.Random) -> list[Row]:
         start = rng.randrange(len(facts))
@@ -56,5 +53,14 @@ class ChainTask(ProceduralTask):
         return [{"prompt": f"{document}\nPath: {path[0]}", "answer": " ".join(path[1:])}]
 
 
-def _same_names(completion: Completion, answer: str) -> float:
+def draw_ring(num_facts: int, rng: random.Random) -> tuple[str, list[str]]:
+    """Draw names in a ring, and the document that says who follows whom, in any order."""
+    ring = rng.sample(NAMES, num_facts)
+    facts = [f"{giver} {taker}." for giver, taker in zip(ring, ring[1:] + ring[:1], strict=True)]
+    rng.shuffle(facts)
+    return f"Facts: {' '.join(facts)}", ring
+
+
+def same_names(completion: Completion, answer: str) -> float:
+    """1 for the names of the answer in its order and nothing else."""
     return float(completion_text(completion).split() == answer.split())

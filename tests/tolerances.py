@@ -40,6 +40,9 @@ EXACT = 0.0
 # Values printed with few digits or computed by hand in decimal.
 HAND_COMPUTED = 1e-6
 
+# Per-token advantages broadcast in another order than per-row ones: one rounding of float32.
+SAME_METHOD = 1e-6
+
 # Training resumed from a checkpoint repeats the steps; optimizer state is stored in float32 exactly,
 # so only the order of sums may differ.
 RESUMED_LOSS = 1e-6

@@ -16,6 +16,7 @@ from shadowmask.commands.errors import Interrupted, UserError
 COMMANDS = {
     "train": "train a model by RL with an evicted KV cache (no arguments: the CPU demo)",
     "bench": "measure a step, a rollout and the learner against stock TRL and dense paths",
+    "compare": "run a grid of training runs over seeds: table and figures",
     "rollout": "sample completions with an evicted cache and show what was evicted",
     "inspect": "look at a rollout token by token: what was evicted when, and which answer it made worse",
     "report": "one page on a run or several: curves, gaps, memory, settings, completions, warnings",

@@ -48,10 +48,12 @@ def token_stats(
     head: OutputHead,
     temperature: float = 1.0,
     teacher_hidden: Float[Tensor, "targets hidden"] | None = None,
+    teacher_head: OutputHead | None = None,
 ) -> TokenStats:
     """Log-probability of each target, entropy, and forward KL(teacher || student) if a teacher is given.
 
     The teacher side gets no gradient: neither its hidden states nor the head as it projects them.
+    ``teacher_head`` defaults to ``head``: a teacher of the same weights.
     """
     outputs = _TiledHead.apply(
         hidden,
@@ -61,6 +63,7 @@ def token_stats(
         None if teacher_hidden is None else teacher_hidden.detach(),
         head,
         temperature,
+        teacher_head,
     )
     return TokenStats(*outputs)
 
@@ -76,9 +79,11 @@ class _TiledHead(torch.autograd.Function):
         teacher_hidden: Tensor | None,
         head: OutputHead,
         temperature: float,
+        teacher_head: OutputHead | None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)  # what nobody differentiates costs nothing in the backward pass
         ctx.settings = (head.scale, head.softcap, temperature)
+        ctx.teacher_head = teacher_head
         ctx.save_for_backward(hidden, weight, bias, targets, teacher_hidden)
         wide = wide_dtype(weight.dtype)
         rows = hidden.shape[0]
@@ -87,13 +92,14 @@ class _TiledHead(torch.autograd.Function):
         if teacher_hidden is not None:
             kl, teacher_logprobs = (hidden.new_empty(rows, dtype=wide) for _ in range(2))
         project = _Projection(weight, bias, head.scale, head.softcap, temperature)
+        project_teacher = project.of(teacher_head)
         for tile in _tiles(rows, weight.shape[0]):
             logp = project(hidden[tile])[0].log_softmax(dim=-1)
             column = targets[tile, None]
             logprobs[tile] = logp.gather(-1, column)[:, 0]
             entropy[tile] = -torch.linalg.vecdot(logp.exp(), logp)
             if teacher_hidden is not None and kl is not None and teacher_logprobs is not None:
-                teacher = project(teacher_hidden[tile])[0].log_softmax(dim=-1)
+                teacher = project_teacher(teacher_hidden[tile])[0].log_softmax(dim=-1)
                 teacher_logprobs[tile] = teacher.gather(-1, column)[:, 0]
                 kl[tile] = torch.linalg.vecdot(teacher.exp(), teacher.sub_(logp))
         if teacher_logprobs is not None:
@@ -105,6 +111,7 @@ class _TiledHead(torch.autograd.Function):
         grad_kl = grads[2]
         hidden, weight, bias, targets, teacher_hidden = ctx.saved_tensors
         project = _Projection(weight, bias, *ctx.settings)
+        project_teacher = project.of(ctx.teacher_head)
         wide = wide_dtype(weight.dtype)
         needs_weight, needs_bias = (
             ctx.needs_input_grad[1],
@@ -118,7 +125,7 @@ class _TiledHead(torch.autograd.Function):
             logp = logits.log_softmax(dim=-1)
             teacher = None
             if grad_kl is not None and teacher_hidden is not None:
-                teacher = project(teacher_hidden[tile])[0]
+                teacher = project_teacher(teacher_hidden[tile])[0]
             upstream = [None if g is None else g[tile, None] for g in grads[:3]]
             grad = _grad_logits(logp, targets[tile], upstream, teacher)
             if isinstance(derivative, Tensor) or derivative != 1:
@@ -133,6 +140,7 @@ class _TiledHead(torch.autograd.Function):
             grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
             None,
             None,
             None,
@@ -190,6 +198,12 @@ class _Projection:
     ) -> None:
         self.weight, self.bias = weight, bias
         self.scale, self.softcap, self.temperature = scale, softcap, temperature
+
+    def of(self, head: OutputHead | None) -> _Projection:
+        """The same temperature through another head; ``None`` is this one."""
+        if head is None:
+            return self
+        return _Projection(head.weight.detach(), head.bias, head.scale, head.softcap, self.temperature)
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor | float]:
         hidden = hidden.to(self.weight.dtype)

@@ -8,8 +8,10 @@ staleness         new vs old weights: what updates have changed since the rollou
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
+
+from shadowmask.corrections import effective_sample_size, log_ratios
 
 # Which statistic of the sampling gap (nats) may be how large before it no longer counts as floating-point
 # noise, by compute dtype. float32: 1e-4 was set for a 30-layer model; small models stay below 5e-6. In
@@ -44,9 +46,12 @@ def sampling_gap(
 def information_gap(
     shadow_logprobs: Float[Tensor, " tokens"],
     dense_logprobs: Float[Tensor, " tokens"],
-    kl: Float[Tensor, " tokens"],
+    kl: Float[Tensor, " tokens"] | None,
 ) -> dict[str, float]:
     """What the evicted keys changed: KL(dense || shadow) and agreement on the sampled tokens.
+
+    Without ``kl`` (a dense learner has no shadow track to compare whole distributions with) the KL is left
+    out; on sampled tokens the sampler's own log-probabilities are the shadow's.
 
     Agreement of a token is ``exp(-|log p_shadow - log p_dense|)``, in (0, 1]; its 5th percentile is
     the tail that decides stability according to Sparrow (arXiv:2606.08446), whose own formula is not
@@ -55,10 +60,50 @@ def information_gap(
     difference = (shadow_logprobs - dense_logprobs).abs()
     agreement = (-difference).exp()
     return {
-        "information_gap/kl": _mean(kl),
+        **({} if kl is None else {"information_gap/kl": _mean(kl)}),
         "information_gap/agreement_mean": _mean(agreement) if len(agreement) else 1.0,
         "information_gap/agreement_p5": _quantile(agreement, 0.05) if len(agreement) else 1.0,
         "information_gap/max": float(difference.max()) if len(difference) else 0.0,
+    }
+
+
+def off_policyness(
+    sparse_logprobs: Float[Tensor, "completions tokens"],
+    learner_logprobs: Float[Tensor, "completions tokens"],
+    mask: Bool[Tensor, "completions tokens"],
+) -> dict[str, float]:
+    """Tails of log(pi_learner / pi_sparse), and what importance weighting would leave of the sample.
+
+    Both under the weights of the rollout, on the tokens of ``mask``. ``off_policy/ess`` is the effective
+    sample size of the raw token ratios as a share of the tokens: 1 for a learner that replays.
+    """
+    log_ratio = (learner_logprobs - sparse_logprobs)[mask]
+    ratio = log_ratios(sparse_logprobs, learner_logprobs, mask)[mask].exp()
+    return {
+        "off_policy/log_ratio_min": float(log_ratio.min()) if len(log_ratio) else 0.0,
+        "off_policy/log_ratio_p1": _quantile(log_ratio, 0.01),
+        "off_policy/log_ratio_p5": _quantile(log_ratio, 0.05),
+        "off_policy/log_ratio_max": float(log_ratio.max()) if len(log_ratio) else 0.0,
+        "off_policy/ess": effective_sample_size(ratio),
+    }
+
+
+def weight_statistics(
+    weights: Float[Tensor, "completions tokens"],
+    rejected: Bool[Tensor, "completions tokens"],
+    mask: Bool[Tensor, "completions tokens"],
+) -> dict[str, float]:
+    """What a correction did: shares rejected, effective sample size, and TRL's names for its ratio."""
+    used = weights[mask]
+    sequences = mask.any(-1)
+    lost = (rejected.sum(-1) == mask.sum(-1)) & sequences
+    return {
+        "correction/rejected_fraction": float(rejected.sum() / mask.sum().clamp(min=1)),
+        "correction/rejected_sequences": float(lost.sum() / sequences.sum().clamp(min=1)),
+        "correction/ess": effective_sample_size(used),
+        "sampling/importance_sampling_ratio/min": float(used.min()) if len(used) else 1.0,
+        "sampling/importance_sampling_ratio/mean": _mean(used) if len(used) else 1.0,
+        "sampling/importance_sampling_ratio/max": float(used.max()) if len(used) else 1.0,
     }
 
 

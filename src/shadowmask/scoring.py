@@ -6,6 +6,8 @@ dense track    pi(y | x):    same weights, full context, the teacher      (no gr
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -18,13 +20,17 @@ from shadowmask.packing import PackedBatch, pack
 from shadowmask.record import RecordError, ShadowMask
 from shadowmask.rollout import RolloutBatch
 
+Probe = Callable[[Tensor, Tensor], None]
+"""Called in the backward pass with the last hidden states of the scored rows and their gradient."""
+
 
 def score_packed(
     model: nn.Module,
     packed: PackedBatch,
     shadow: ShadowMask,
     temperature: float = 1.0,
-    teacher: bool = False,
+    teacher: bool | nn.Module = False,
+    probe: Probe | None = None,
 ) -> TokenStats:
     """Score every completion token under the shadow track, and under the dense one if asked.
 
@@ -33,25 +39,37 @@ def score_packed(
         shadow: entry ``n`` belongs to completion ``n`` of the pack; tokens are *not* checked here.
         temperature: what the sampler divided its logits by.
         teacher: add the dense track: forward KL(dense || shadow) over the whole vocabulary and the
-            dense log-probabilities, both without gradient into the dense side.
+            dense log-probabilities, both without gradient into the dense side. ``True``: by the same
+            weights; a model of the same architecture: by its weights.
+        probe: sees ``(hidden, gradient)``, both ``[targets, hidden]``, when the backward pass gets there.
     """
     if len(shadow) != len(packed.completion_lengths):
         raise RecordError(
             f"the record has {len(shadow)} entries for {len(packed.completion_lengths)} completions"
         )
-    session = ReplaySession(packed, shadow, remember_prompts=teacher)
+    own_teacher = teacher is True
+    session = ReplaySession(packed, shadow, remember_prompts=own_teacher)
     layers = num_layers(model)
     # KV heads are checked where a layer attends: its config may tell another number (JetMoe)
     shadow.check_model(layers, session.num_kv_heads_recorded)
     hidden = run_decoder(decoder(model), packed.input_ids, packed.position_ids, session, layers)[0]
-    teacher_hidden = _teacher_hidden(model, packed, session, hidden) if teacher else None
+    teacher_hidden = teacher_head = None
+    if own_teacher:
+        teacher_hidden = _teacher_hidden(model, packed, session, hidden)
+    elif isinstance(teacher, nn.Module):
+        teacher_hidden, teacher_head = _dense_hidden(teacher, packed), output_head(teacher)
+    # index_select, not indexing: its gradient is summed in one order, so that runs repeat exactly
+    rows = hidden.index_select(0, packed.target_rows)
+    if probe is not None and rows.requires_grad:
+        values = rows.detach()
+        rows.register_hook(lambda gradient: probe(values, gradient))
     return token_stats(
-        # index_select, not indexing: its gradient is summed in one order, so that runs repeat exactly
-        hidden.index_select(0, packed.target_rows),
+        rows,
         packed.targets,
         output_head(model),
         temperature,
         None if teacher_hidden is None else teacher_hidden[packed.target_rows],
+        teacher_head,
     )
 
 
@@ -62,8 +80,7 @@ def _teacher_hidden(
     """Hidden states of the dense track. Prompt rows are the shadow track's own if those were dense."""
     layers = num_layers(model)
     if not session.dense_prompt_rows:
-        dense = ReplaySession(packed, _never_evicted(packed))
-        return run_decoder(decoder(model), packed.input_ids, packed.position_ids, dense, layers)[0]
+        return _dense_hidden(model, packed)
     rows = packed.completion_token_rows()
     combined = hidden.detach().clone()
     if len(rows):
@@ -75,6 +92,13 @@ def _teacher_hidden(
             layers,
         )[0].to(combined.dtype)
     return combined
+
+
+@torch.no_grad()
+def _dense_hidden(model: nn.Module, packed: PackedBatch) -> Float[Tensor, "tokens hidden"]:
+    """Hidden states of a model that sees everything."""
+    dense = ReplaySession(packed, _never_evicted(packed))
+    return run_decoder(decoder(model), packed.input_ids, packed.position_ids, dense, num_layers(model))[0]
 
 
 def _never_evicted(packed: PackedBatch) -> ShadowMask:

@@ -97,6 +97,50 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(workplace: Path, 
     assert comparable(read_metrics(workplace / "run")) == comparable(read_metrics(workplace / "whole"))
 
 
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_fall_of_dense_accuracy_is_told_and_can_stop_the_run(
+    workplace: Path, settings: list[str], capsys: pytest.CaptureFixture[str], stop: bool
+) -> None:
+    (workplace / "falling.py").write_text(
+        "left = [0.9]\n"
+        "def score(completions, answer, **kwargs):\n"
+        "    if len(completions) == 2:  # held-out prompts; training has eight\n"
+        "        left[0] -= 0.2\n"
+        "        return [left[0]] * 2\n"
+        "    return [float(text.count('A')) for text in completions]\n"
+    )
+    flags = ["--reward", "falling.py:score", "--eval_size", "2", "--eval_before", "false"]
+    flags += ["--dense_guard_every", "2", "--dense_guard_stop", str(stop).lower(), "--max_steps", "5"]
+    assert main(["train", *settings, *flags]) == 0
+    said = capsys.readouterr().out
+    assert "held-out dense accuracy fell from 0.700 to 0.500 by step 2" in said
+    rows = read_metrics(workplace / "run")
+    assert len(rows) == (2 if stop else 5)
+    assert rows[1]["held_out/dense_accuracy"] == pytest.approx(0.5)
+    assert (workplace / "run" / "accuracy_after.json").is_file()
+
+
+def test_a_dense_learner_says_that_there_is_no_parity_to_guard(
+    workplace: Path, settings: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *settings, "--method", "sparse-rl"]) == 0
+    said = capsys.readouterr().out
+    assert "the learner ignores the record" in said and "the learner is not the sampler" in said
+    assert "learner = sampler" not in said
+    row = read_metrics(workplace / "run")[0]
+    assert row["sampling_gap/max"] > 100 * FLOAT32
+    assert {"correction/rejected_fraction", "off_policy/ess", "gradient/group_noise"} <= row.keys()
+
+
+def test_more_caches_are_evaluated(workplace: Path, settings: list[str]) -> None:
+    caches = (
+        '{"few": {"evictor": "random", "budget": 8, "evictor_kwargs": {"num_sinks": 1, "recent_window": 2}}}'
+    )
+    assert main(["train", *settings, "--eval_size", "2", "--eval_caches", caches]) == 0
+    assert set(json.loads((workplace / "run/accuracy_after.json").read_text())) == {"dense", "evicted", "few"}
+    assert set(json.loads((workplace / "run/accuracy_before.json").read_text())) == {"dense", "evicted"}
+
+
 def test_a_half_written_checkpoint_is_passed_over(tmp_path: Path) -> None:
     for step, complete in ((2, True), (10, True), (12, False)):
         (tmp_path / f"checkpoint-{step}").mkdir()
@@ -133,6 +177,10 @@ def test_lora_saves_an_adapter(workplace: Path, settings: list[str]) -> None:
         (["--dataset", "columns.jsonl"], "no column 'prompt'; its columns are question"),
         (["--model_name_or_path", "./nothing"], "does not exist"),
         (["--model_name_or_path", "nobody/nothing"], "no network"),
+        (["--method", "nave"], "method='nave' must be one of"),
+        (["--method_kwargs", '{"cap": 2}'], "method 'smd' has no setting 'cap'"),
+        (["--eval_caches", '{"x": {"evictor": "rndom"}}'], "unknown evictor 'rndom'"),
+        (["--dense_guard_every", "2"], "needs held-out prompts"),
         (["--top_k", "50"], "top_k=50"),
         (["--temperature", "0"], "temperature=0.0 must be positive"),
         (["--distil_coef", "0.2"], "did you mean --distill_coef"),

@@ -28,15 +28,19 @@ from shadowmask.commands.callbacks import Recorder, StopOnInterrupt
 from shadowmask.commands.common import COMMON, DEMO_MODEL, load_model, parse, split_equals
 from shadowmask.commands.data import load_data
 from shadowmask.commands.errors import Interrupted, UserError
+from shadowmask.corrections import get_method
 from shadowmask.demo.evaluate import Accuracy, greedy_accuracy
+from shadowmask.demo.model import load_saved
+from shadowmask.demo.pocket import POCKET_MODEL, pocket_model_path
 from shadowmask.demo.warmup import WarmupRecipe, warm_model_path
-from shadowmask.eviction import Evictor, get_evictor
+from shadowmask.eviction import Evictor, evictor_from_settings, get_evictor
 from shadowmask.models import base_model
 from shadowmask.report.plots import plot_run
 from shadowmask.report.progress import ProgressDisplay
 from shadowmask.report.run_folder import RunFolder
 from shadowmask.tasks import RecallTask, list_tasks
 from shadowmask.trl import SMDConfig, SMDTrainer
+from shadowmask.trl.guards import DenseGuard
 from trl import ModelConfig, get_peft_config
 
 ABOUT = """Train a model by RL with evicted rollouts that the learner replays. Without --config and
@@ -85,6 +89,26 @@ class TrainArguments:
         default=0,
         metadata={"help": "Held-out prompts, answered greedily before and after the run. 0: none."},
     )
+    eval_before: bool = field(
+        default=True, metadata={"help": "Answer the held-out prompts before the run too, not only after it."}
+    )
+    eval_caches: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "More caches to answer the held-out prompts under after the run, as JSON, e.g. "
+            '\'{"r70": {"evictor": "random", "compression_ratio": 0.7}}\'.'
+        },
+    )
+    dense_guard_every: int = field(
+        default=0,
+        metadata={"help": "Measure held-out dense accuracy every so many steps, warn if it falls. 0: no."},
+    )
+    dense_guard_drop: float = field(
+        default=0.05, metadata={"help": "Fall of dense accuracy below its start that the guard acts on."}
+    )
+    dense_guard_stop: bool = field(
+        default=False, metadata={"help": "Stop the run when the guard warns; it ends as if it were complete."}
+    )
     warmup_sft_steps: int = field(
         default=0,
         metadata={"help": "Supervised steps of the bundled model on its task before RL (cached)."},
@@ -104,12 +128,47 @@ def main(argv: Sequence[str]) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     # TRL 1.16 uses old names of transformers 5.24; nothing that the reader of a run could change
     warnings.filterwarnings("ignore", category=FutureWarning)
-    argv = split_equals(argv)
-    kinds = [TrainArguments, SMDConfig, ReplayableModelConfig]
-    args, config, model_config = parse(kinds, _with_defaults(list(argv)), "train", ABOUT)
+    args, config, model_config = parse_settings(_with_defaults(split_equals(argv)))
     config.disable_tqdm = True  # our own display shows the progress
     config.dataloader_pin_memory = torch.cuda.is_available()
     Run(args, config, model_config).run()
+
+
+def parse_settings(argv: Sequence[str]) -> tuple[TrainArguments, SMDConfig, ModelConfig]:
+    """The settings that flags describe.
+
+    Raises:
+        UserError: an unknown flag. ValueError: a value that cannot be.
+    """
+    kinds = [TrainArguments, SMDConfig, ReplayableModelConfig]
+    args, config, model_config = parse(kinds, list(argv), "train", ABOUT)
+    extra_caches(args.eval_caches)
+    return args, config, model_config
+
+
+def extra_caches(given: dict[str, Any] | str | None) -> dict[str, tuple[Evictor, int | None]]:
+    """Evictor and ``evict_every`` of every cache in ``eval_caches``.
+
+    Raises:
+        UserError: names the cache.
+    """
+    try:
+        caches = json.loads(given) if isinstance(given, str) else given or {}
+        if not isinstance(caches, dict):
+            raise ValueError("it must map names to caches")
+        return {name: _cache(**settings) for name, settings in caches.items()}
+    except (ValueError, TypeError) as error:
+        raise UserError(f"eval_caches={given!r}: {error}") from error
+
+
+def _cache(
+    evictor: str = "snapkv",
+    budget: int | None = None,
+    compression_ratio: float | None = None,
+    evict_every: int | None = None,
+    evictor_kwargs: dict[str, Any] | str | None = None,
+) -> tuple[Evictor, int | None]:
+    return evictor_from_settings(evictor, budget, compression_ratio, evictor_kwargs), evict_every
 
 
 def _with_defaults(argv: list[str]) -> list[str]:
@@ -164,6 +223,9 @@ class Run:
                 "several processes: use SMDTrainer in a script of your own; this command runs one"
             )
         self.args, self.config, self.model_config = args, config, model_config
+        if args.dense_guard_every and not args.eval_size:
+            raise UserError(f"dense_guard_every={args.dense_guard_every} needs held-out prompts: eval_size")
+        self.guard: DenseGuard | None = None
         self.data = load_data(args, config.seed)
         self.folder = RunFolder(str(config.output_dir), resume=args.resume)
         self.display = ProgressDisplay()
@@ -182,10 +244,13 @@ class Run:
         self._fit_prompts(tokenizer)
         trainer = self._make_trainer(model, tokenizer)
         self._write_settings()
-        before = self._evaluate(trainer, "before")
+        self._say_method()
+        before = self._evaluate(trainer, "before") if self.args.eval_before else {}
+        self._guard_dense(trainer)
         with self.display:
             trainer.train(resume_from_checkpoint=checkpoint)
-        if trainer.state.global_step < trainer.state.max_steps:
+        stopped = self.guard is not None and self.guard.stopped
+        if trainer.state.global_step < trainer.state.max_steps and not stopped:
             raise Interrupted(
                 f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}; go on with: "
                 f"shadowmask train --resume --output_dir {shlex.quote(str(self.folder.path))}"
@@ -193,6 +258,28 @@ class Run:
         after = self._evaluate(trainer, "after")
         trainer.save_model(str(self.folder.path / "final"))
         self._report(before, after, time.perf_counter() - started)
+
+    def _say_method(self) -> None:
+        method = get_method(self.config.method)
+        self.display.say(f"method {self.config.method}: {method.about}")
+        if not method.replays:
+            self.display.say(
+                "the learner ignores the record, so there is no parity to guard: sampling_gap/* is how far "
+                "off-policy this method is"
+            )
+
+    def _guard_dense(self, trainer: SMDTrainer) -> None:
+        if not self.args.dense_guard_every:
+            return
+        self.guard = DenseGuard(
+            measure=lambda: self._accuracy(trainer, get_evictor("dense"), None).mean,
+            every=self.args.dense_guard_every,
+            drop=self.args.dense_guard_drop,
+            stop=self.args.dense_guard_stop,
+            log=lambda name, value: trainer._log(name, value),
+            say=self.display.say,
+        )
+        trainer.add_callback(self.guard)
 
     def _write_settings(self) -> None:
         groups = (self.args, self.config, self.model_config)
@@ -205,6 +292,10 @@ class Run:
     def _load(self) -> tuple[PreTrainedModel, Any]:
         name = str(self.model_config.model_name_or_path)
         steps = self.args.warmup_sft_steps
+        if name == POCKET_MODEL:
+            if self.data.task is None:
+                raise UserError("the pocket model is trained for one of the built-in tasks: give --task")
+            return load_saved(pocket_model_path(self.data.task, progress=self._show_pocket), torch.float32)
         if not steps:
             return load_model(
                 name,
@@ -230,6 +321,9 @@ class Run:
 
     def _show_warmup(self, step: int, steps: int, loss: float) -> None:
         self.display.say(f"supervised warm-up {step}/{steps}: loss {loss:.3f}")
+
+    def _show_pocket(self, step: int, loss: float, accuracy: float) -> None:
+        self.display.say(f"pocket model, step {step}: loss {loss:.3f}, accuracy {accuracy:.2f}")
 
     def _make_trainer(self, model: PreTrainedModel, tokenizer: Any) -> SMDTrainer:
         facts = {
@@ -264,22 +358,27 @@ class Run:
             "dense": (get_evictor("dense"), None),
             "evicted": (config.make_evictor(), config.evict_every),
         }
+        if moment == "after":
+            caches |= extra_caches(self.args.eval_caches)
         result = {}
         for name, (evictor, every) in caches.items():
             self.display.say(f"held-out {self.data.metric} {moment} training, {name} cache ...")
-            result[name] = greedy_accuracy(
-                base_model(trainer.model),
-                trainer.processing_class,
-                self.data.held_out,
-                self.data.score,
-                evictor,
-                every,
-                config.max_completion_length,
-            )
+            result[name] = self._accuracy(trainer, evictor, every)
         self.folder.write_json(path.name, {name: dataclasses.asdict(a) for name, a in result.items()})
         for name, accuracy in result.items():
             self.display.say(f"held-out {self.data.metric} {moment} training, {name:7} cache: {accuracy}")
         return result
+
+    def _accuracy(self, trainer: SMDTrainer, evictor: Evictor, every: int | None) -> Accuracy:
+        return greedy_accuracy(
+            base_model(trainer.model),
+            trainer.processing_class,
+            self.data.held_out,
+            self.data.score,
+            evictor,
+            every,
+            self.config.max_completion_length,
+        )
 
     def _report(
         self,
@@ -290,7 +389,8 @@ class Run:
         metrics = self.folder.read_metrics()
         marks = {name: (before[name].mean, after[name].mean) for name in before if name in after}
         plot_run(metrics, self.folder.path / "run.png", accuracies=marks)
-        for line in summary_lines(metrics, before, after, seconds):
+        replays = get_method(self.config.method).replays
+        for line in summary_lines(metrics, before, after, seconds, replays):
             self.display.say(line)
         self.display.say(f"metrics, samples, plot (run.png) and model (final/) are in {self.folder.path}")
 
@@ -300,6 +400,7 @@ def summary_lines(
     before: dict[str, Accuracy],
     after: dict[str, Accuracy],
     seconds: float,
+    replays: bool = True,
 ) -> list[str]:
     """What the run showed, in a few lines: reward, accuracy, the gaps, KV bytes, time."""
     lines = ["", f"trained {len(metrics)} logged steps in {seconds / 60:.1f} min, everything included"]
@@ -311,16 +412,24 @@ def summary_lines(
             f"sampled reward          {first:.3f} (first {third} steps) -> {last:.3f} (last {third})"
         )
     for name in after:
-        lines.append(f"held-out, {name:7} cache {before[name]} -> {after[name]}  (n = {after[name].prompts})")
+        start = f"{before[name]} -> " if name in before else ""
+        lines.append(f"held-out, {name:7} cache {start}{after[name]}  (n = {after[name].prompts})")
     gaps = [row for row in metrics if row.get("sampling_gap/max") is not None]
-    if gaps:
+    if gaps and not replays:
+        worst = max(row["sampling_gap/max"] for row in gaps)
+        ess = min(row["off_policy/ess"] for row in gaps)
+        lines.append(
+            f"off-policy              up to {worst:.1f} nats per token; effective sample size of the raw "
+            f"ratios {ess:.3f} at its lowest: the learner is not the sampler"
+        )
+    elif gaps:
         worst = max(row["sampling_gap/max"] for row in gaps)
         p99 = sum(row["sampling_gap/p99"] for row in gaps) / len(gaps)
         lines.append(
             f"sampling gap            max {worst:.1e}, p99 {p99:.1e} (mean of steps) nats: learner = sampler"
         )
     naive = [row for row in metrics if row.get("information_gap/max") is not None]
-    if naive:
+    if naive and replays:
         off = max(row["information_gap/max"] for row in naive)
         tail = min(row["information_gap/agreement_p5"] for row in naive)
         lines.append(

@@ -6,12 +6,14 @@ from typing import Any
 
 from shadowmask.tasks.arithmetic import ArithmeticTask
 from shadowmask.tasks.base import Task
+from shadowmask.tasks.chain import ChainTask
 from shadowmask.tasks.data import DataTask
 from shadowmask.tasks.govreport import GovreportTask
 from shadowmask.tasks.gsm8k import Gsm8kTask
 from shadowmask.tasks.gym import PREFIX, ReasoningGymTask
 from shadowmask.tasks.hard_needle import HardNeedleTask
 from shadowmask.tasks.hotpotqa import HotpotqaTask
+from shadowmask.tasks.lookup import LookupTask
 from shadowmask.tasks.multihop import MultihopTask
 from shadowmask.tasks.recall import RecallTask
 from shadowmask.tasks.stand_ins import AclsumTask, AsdivTask, XsumTask
@@ -20,7 +22,7 @@ from shadowmask.tasks.tldr import TldrTask
 TASKS: dict[str, type[Task]] = {
     task.name: task
     for task in (
-        *(RecallTask, MultihopTask, ArithmeticTask, HardNeedleTask),
+        *(RecallTask, MultihopTask, ChainTask, LookupTask, ArithmeticTask, HardNeedleTask),
         *(Gsm8kTask, HotpotqaTask, TldrTask, GovreportTask),
         *(AsdivTask, XsumTask, AclsumTask),
     )

@@ -11,11 +11,12 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from shadowmask.packing import PackedBatch
 from shadowmask.record import ShadowMask
-from shadowmask.scoring import score_packed
+from shadowmask.scoring import Probe, score_packed
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class ScoringRequest:
     packed: PackedBatch
     shadow: ShadowMask
     temperature: float
-    teacher: bool
+    teacher: bool | nn.Module
+    probe: Probe | None = None
 
 
 def add_scoring_forward(model: PreTrainedModel) -> None:
@@ -42,6 +44,8 @@ def add_scoring_forward(model: PreTrainedModel) -> None:
         if scoring_request is None:
             return original(*args, **kwargs)
         request = scoring_request
-        return score_packed(self, request.packed, request.shadow, request.temperature, request.teacher)
+        return score_packed(
+            self, request.packed, request.shadow, request.temperature, request.teacher, request.probe
+        )
 
     model.forward = types.MethodType(forward, model)

@@ -1,6 +1,6 @@
 """SMDTrainer: TRL's GRPOTrainer whose rollouts evict and whose learner replays.
 
-Four methods are overridden; rewards, groups, advantages, loss types, logging, checkpoints, PEFT and
+Few methods are overridden; rewards, groups, advantages, loss types, logging, checkpoints, PEFT and
 distribution are TRL's. The record of each completion travels in the batch dict, so TRL's shuffling,
 splitting and reuse over iterations keep it with its row, and a token hash proves that they did.
 """
@@ -16,12 +16,12 @@ import torch
 from datasets import Dataset
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from trl.models import unwrap_model_for_generation
 
+from shadowmask.corrections import Correction, get_method, naive
 from shadowmask.head import TokenStats
 from shadowmask.losses import aggregate
-from shadowmask.metrics import check_parity, information_gap, sampling_gap, staleness_kl
+from shadowmask.metrics import check_parity, off_policyness, sampling_gap, weight_statistics
 from shadowmask.models import base_model, prepare_model
 from shadowmask.packing import pack
 from shadowmask.record import RecordError, ShadowMask
@@ -29,10 +29,12 @@ from shadowmask.rollout import RolloutBatch, RolloutEngine
 from shadowmask.trl.checks import checked_rewards, refuse_unsupported
 from shadowmask.trl.config import COMPILE_CHOICES, SMDConfig
 from shadowmask.trl.forward import ScoringRequest, add_scoring_forward
-from trl import GRPOTrainer
+from shadowmask.trl.guarded import GuardedTrainer
+from shadowmask.trl.learner_log import learner_metrics, worst_side
+from shadowmask.trl.rows import cat_rows, group_rows, pad_rows, unpad_rows
 
 
-class SMDTrainer(GRPOTrainer):
+class SMDTrainer(GuardedTrainer):
     """GRPO with evicted rollouts, shadow-mask replay and dense-to-sparse distillation.
 
     Takes what ``GRPOTrainer`` takes, with an ``SMDConfig``. See that class for the settings.
@@ -64,14 +66,16 @@ class SMDTrainer(GRPOTrainer):
             raise ValueError(
                 "the router load-balancing loss is not supported: set output_router_logits=False"
             )
+        self.method = get_method(args.method)
+        self._set_guards()
         for each in filter(None, (self.model, self.ref_model)):
             prepare_model(each)
             add_scoring_forward(base_model(each))
         self.engine = RolloutEngine(
             base_model(self.model),
             self._tokenizer,
-            args.make_evictor(),
-            args.evict_every,
+            args.rollout_evictor(),
+            args.evict_every if self.method.evicts else None,
             kv_memory_limit=args.kv_bytes_limit(),
             compile=COMPILE_CHOICES[args.compile_rollout],
         )
@@ -79,7 +83,7 @@ class SMDTrainer(GRPOTrainer):
         self._rollout_seconds = 0.0
         self._rollout_moments: dict[str, tuple[int, int]] = {}  # mode -> (global step, rollouts in it)
         self._records: list[ShadowMask] | None = None  # of the rows that are being scored
-        self._with_teacher = False
+        self._loss_inputs: dict[str, Any] | None = None  # the batch whose loss is being computed
         self._last_stats: TokenStats | None = None
         # called with every training rollout and the rows' places in it, while the weights are the sampler's
         self.on_rollout: Callable[[RolloutBatch, list[int]], None] | None = None
@@ -97,7 +101,7 @@ class SMDTrainer(GRPOTrainer):
         """Sample one completion per given prompt (they come repeated) with the evicting cache."""
         if images is not None or multimodal_fields:
             raise ValueError("images are not supported")
-        prompts, sizes, order = _group(prompt_ids)
+        prompts, sizes, order = group_rows(prompt_ids)
         started = time.perf_counter()
         with (
             unwrap_model_for_generation(
@@ -170,10 +174,15 @@ class SMDTrainer(GRPOTrainer):
     ) -> tuple[Tensor, Tensor | None, None]:
         """Log-probabilities and entropies with each row's shadow mask replayed.
 
-        Serves the policy, the old policy and the reference alike: all are conditioned on the mask.
+        Serves the policy, the old policy and the reference alike: all are conditioned on the mask, or,
+        under a method with a dense learner, none is.
         """
         records = self._records_of_rows(len(input_ids))
-        prompts, completions = _unpad(input_ids, logits_to_keep, records)
+        prompts, completions = unpad_rows(input_ids, logits_to_keep, records)
+        lengths = [len(completion) for completion in completions]
+        in_loss = self._loss_inputs is not None
+        teacher = self._dense_track() if in_loss else False
+        probe = self.spread.probe([tuple(p) for p in prompts], lengths) if in_loss else None
         batch_size = batch_size or len(input_ids)
         parts = []
         for start in range(0, len(input_ids), batch_size):
@@ -181,37 +190,70 @@ class SMDTrainer(GRPOTrainer):
             shadow = ShadowMask.cat(records[rows])
             shadow.check_tokens(prompts[rows], completions[rows])
             packed = pack(prompts[rows], completions[rows], input_ids.device)
-            request = ScoringRequest(packed, shadow, self.temperature, self._with_teacher)
+            if not self.method.replays:  # the record is of these tokens, and this learner ignores it
+                shadow = ShadowMask.dense(prompts[rows], completions[rows])
+            request = ScoringRequest(packed, shadow, self.temperature, teacher, probe)
             with self.accelerator.autocast():
                 parts.append(model(input_ids=packed.input_ids, scoring_request=request))
-        lengths = [len(completion) for completion in completions]
-        stats = _cat(parts)
+        stats = cat_rows(parts)
         self._last_stats = stats
-        logprobs = _pad(stats.logprobs, lengths, logits_to_keep)
-        entropy = _pad(stats.entropy, lengths, logits_to_keep) if compute_entropy else None
+        logprobs = pad_rows(stats.logprobs, lengths, logits_to_keep)
+        entropy = pad_rows(stats.entropy, lengths, logits_to_keep) if compute_entropy else None
+        if self._loss_inputs is not None:
+            self._correct(self._loss_inputs, logprobs.detach())
         return logprobs, entropy, None
 
+    def _dense_track(self) -> bool | nn.Module:
+        """Whose dense view is the teacher: nobody's where the learner is dense itself."""
+        if not (self.method.replays and self.method.evicts):
+            return False
+        return True if self.teacher is None else self.teacher.model
+
+    def _correct(self, inputs: dict[str, Any], logprobs: Float[Tensor, "completions tokens"]) -> None:
+        """Weigh the policy term of every token as the method says, and log how far off-policy it is.
+
+        TRL takes one advantage per token too, and every loss type is linear in it for weights >= 0; it
+        reads them after it has asked for the log-probabilities, which is where this is called.
+        """
+        old = inputs.get("old_per_token_logps")
+        old = logprobs if old is None else old
+        mask = inputs["completion_mask"].bool()
+        lengths = [len(row) for row in inputs["sparse_logprobs"]]
+        sparse = pad_rows(torch.cat(inputs["sparse_logprobs"]).to(old), lengths, old.shape[1])
+        rule = self.method.rule
+        correction: Correction = (rule or naive)(sparse, old, mask, **self.args.correction_settings())
+        if rule is not None:
+            inputs["advantages"] = inputs["advantages"][:, None] * correction.weights
+        metrics = off_policyness(sparse, old, mask)
+        metrics |= weight_statistics(correction.weights, correction.rejected, mask)
+        for name, value in metrics.items():
+            self._log(name, value, worst_side(name))
+
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """TRL's policy loss on the shadow track, plus lambda KL(dense || shadow), averaged alike."""
+        """TRL's policy loss on the learner's track, plus lambda KL(dense || shadow), averaged alike."""
         if inputs.get("shadow") is None:
             raise RecordError("the batch has no shadow masks: it cannot be replayed")
-        self._records = inputs["shadow"]
-        self._with_teacher = True
+        inputs = dict(inputs)  # TRL reuses a batch over iterations; what _correct changes is of this one
+        self._records, self._loss_inputs = inputs["shadow"], inputs
         try:
             loss = super()._compute_loss(model, inputs)
         finally:
-            self._with_teacher = False
-            self._records = None
+            self._records = self._loss_inputs = None
         stats = self._last_stats
         self._last_stats = None
-        assert stats is not None and stats.kl is not None
+        assert stats is not None
         lengths = [entry.lengths[0] - entry.prompt_lengths[0] for entry in inputs["shadow"]]
-        width = inputs["completion_ids"].shape[1]
-        kl = _pad(stats.kl, lengths, width)
+        self._log_learner(stats, inputs, lengths)
+        if stats.kl is None:
+            return loss
+        kl = pad_rows(stats.kl, lengths, inputs["completion_ids"].shape[1])
+        if self.args.kl_cap is not None:
+            kl = kl.clamp(max=self.args.kl_cap)  # beyond the cap a token gives no gradient
         distill, scale = self._distill_term(kl, inputs)
-        self._log_learner(stats, inputs, lengths, width)
         self._log("smd/distill_kl", float(distill.detach()))
-        return loss + self.args.distill_coef * distill * scale if self.args.distill_coef else loss
+        coef = self.args.distill_weight(float(stats.kl.detach().mean()) if len(stats.kl) else 0.0)
+        self._log("smd/lambda", coef)
+        return loss + coef * distill * scale if coef else loss
 
     def _distill_term(
         self, kl: Float[Tensor, "completions tokens"], inputs: dict[str, Any]
@@ -248,90 +290,33 @@ class SMDTrainer(GRPOTrainer):
         self._log("kv/rows", batch.rows)
         self._log("kv/retained_fraction", batch.shadow.retained_fraction())
 
-    def _log_learner(self, stats: TokenStats, inputs: dict[str, Any], lengths: list[int], width: int) -> None:
-        assert stats.kl is not None and stats.teacher_logprobs is not None
-        shadow = stats.logprobs.detach()
-        sparse = torch.cat(inputs["sparse_logprobs"]).to(shadow)
-        self._log("staleness/kl", staleness_kl(shadow, sparse))
-        for name, value in information_gap(shadow, stats.teacher_logprobs, stats.kl.detach()).items():
-            self._log(name, value, worst="min" if name.endswith("p5") else None)
+    def _log_learner(self, stats: TokenStats, inputs: dict[str, Any], lengths: list[int]) -> None:
+        learner = stats.logprobs.detach()
+        old = inputs.get("old_per_token_logps")
+        width = inputs["completion_ids"].shape[1]
+        if old is not None:
+            old = torch.cat([row[:n] for row, n in zip(old, lengths, strict=True)])
+        sparse = torch.cat(inputs["sparse_logprobs"]).to(learner)
+        for name, value in learner_metrics(stats, sparse, old, self.method.replays).items():
+            logged = self._log(name, value, worst_side(name))
+            if name == "information_gap/agreement_p5" and self.model.training:
+                self._agreements.append(logged)
         mode = "train" if self.model.training else "eval"
         fresh = self._rollout_moments[mode][0] == self.state.global_step  # same weights as the sampler's
         if "old_per_token_logps" not in inputs and fresh:
-            self._check_sampling_gap(inputs, _pad(shadow, lengths, width))
+            self._check_sampling_gap(inputs, pad_rows(learner, lengths, width))
 
     def _check_sampling_gap(self, inputs: dict[str, Any], logprobs: Tensor) -> None:
+        """Log the gap. It must be noise if the learner replays; else it is the method's off-policyness."""
         sparse = inputs["sparse_logprobs"]
         shadow = torch.cat([row[: len(s)] for row, s in zip(logprobs, sparse, strict=True)])
         gap = sampling_gap(torch.cat(sparse).to(shadow), shadow)
         for name, value in gap.items():
-            self._log(name, value, worst="max" if name.endswith(("max", "p99")) else None)
-        if self.args.parity_action == "raise":
+            self._log(name, value, worst_side(name))
+        if self.method.replays and self.args.parity_action == "raise":
             check_parity(gap, self._compute_dtype(), self.args.parity_tolerance)
 
     def _compute_dtype(self) -> torch.dtype:
         if self.args.bf16:
             return torch.bfloat16
         return torch.float16 if self.args.fp16 else base_model(self.model).dtype
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's, but a worst case over micro-batches stays one: TRL would average it."""
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        for name, values in metrics.items():
-            if values and name.startswith(("sampling_gap/", "information_gap/")):
-                if name.endswith(("/max", "/p99")):
-                    metrics[name] = [max(values)]
-                elif name.endswith("/agreement_p5"):
-                    metrics[name] = [min(values)]
-        super().log(logs, start_time)
-
-    def _log(self, name: str, value: float, worst: str | None = None) -> None:
-        """Append a metric; over processes its mean, or its worst side (``"max"``, ``"min"``)."""
-        values = self.accelerator.gather(torch.tensor(float(value), device=self.accelerator.device))
-        reduced = {"max": values.max, "min": values.min, None: values.mean}[worst]()
-        mode = "train" if self.model.training else "eval"
-        self._metrics[mode][name].append(float(reduced))
-
-
-def _group(prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[int], list[int]]:
-    """Find repeated prompts. Returns distinct prompts, their counts, and for each input row the
-    index of its completion in prompt-major order."""
-    rows: dict[tuple[int, ...], list[int]] = {}
-    for n, prompt in enumerate(prompt_ids):
-        rows.setdefault(tuple(prompt), []).append(n)
-    order = [0] * len(prompt_ids)
-    for position, row in enumerate(n for members in rows.values() for n in members):
-        order[row] = position
-    return [list(p) for p in rows], [len(members) for members in rows.values()], order
-
-
-def _unpad(
-    input_ids: Tensor, completion_width: int, records: list[ShadowMask]
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Cut left-padded prompts and right-padded completions down to the recorded lengths.
-
-    The lengths come from the record, never from TRL's masks: ``mask_truncated_completions`` clears
-    those for rows that were sampled all the same.
-    """
-    boundary = input_ids.shape[1] - completion_width
-    prompts, completions = [], []
-    for row, record in zip(input_ids.tolist(), records, strict=True):
-        prompt, total = record.prompt_lengths[0], record.lengths[0]
-        prompts.append(row[boundary - prompt : boundary])
-        completions.append(row[boundary : boundary + total - prompt])
-    return prompts, completions
-
-
-def _pad(values: Float[Tensor, " targets"], lengths: list[int], width: int) -> Tensor:
-    """Lay ragged per-token values out as TRL does: one row per completion, zeros behind."""
-    rows = pad_sequence(list(values.split(lengths)), batch_first=True)
-    return nn.functional.pad(rows, (0, width - rows.shape[1]))
-
-
-def _cat(parts: list[TokenStats]) -> TokenStats:
-    if len(parts) == 1:
-        return parts[0]
-    columns: list[Any] = [
-        None if column[0] is None else torch.cat(list(column)) for column in zip(*parts, strict=True)
-    ]
-    return TokenStats(*columns)

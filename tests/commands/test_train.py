@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from shadowmask.cli import main
-from shadowmask.commands.train import last_checkpoint
+from shadowmask.report.run_folder import last_checkpoint
 from tiny_trl import make_tokenizer
 from tolerances import FLOAT32
 

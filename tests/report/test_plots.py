@@ -25,8 +25,8 @@ METRICS = [
 def drawn(monkeypatch):
     """Figures that were saved, to look at their axes."""
     figures = []
-    save = plots._save
-    monkeypatch.setattr(plots, "_save", lambda figure, path: (figures.append(figure), save(figure, path)))
+    save = plots.save
+    monkeypatch.setattr(plots, "save", lambda figure, path: (figures.append(figure), save(figure, path)))
     return figures
 
 

@@ -34,7 +34,7 @@ from shadowmask.eviction import Evictor, get_evictor
 from shadowmask.models import base_model
 from shadowmask.report.plots import plot_run
 from shadowmask.report.progress import ProgressDisplay
-from shadowmask.report.run_folder import RunFolder
+from shadowmask.report.run_folder import RunFolder, last_checkpoint
 from shadowmask.tasks import RecallTask, list_tasks
 from shadowmask.trl import SMDConfig, SMDTrainer
 from trl import ModelConfig, get_peft_config
@@ -362,13 +362,3 @@ def _default(spec: dataclasses.Field[Any]) -> Any:
     if spec.default_factory is not dataclasses.MISSING:
         return spec.default_factory()
     return spec.default
-
-
-def last_checkpoint(folder: Path) -> str | None:
-    """The newest complete checkpoint; one that was cut off while being written is passed over."""
-    found = [
-        path
-        for path in folder.glob("checkpoint-*")
-        if path.name.removeprefix("checkpoint-").isdigit() and (path / "trainer_state.json").is_file()
-    ]
-    return str(max(found, key=lambda path: int(path.name.split("-")[1]))) if found else None

@@ -107,6 +107,16 @@ class RunFolder:
                 write_atomically(path, "".join(map(_line, kept)))
 
 
+def last_checkpoint(folder: Path) -> str | None:
+    """The newest complete checkpoint; one that was cut off while being written is passed over."""
+    found = [
+        path
+        for path in folder.glob("checkpoint-*")
+        if path.name.removeprefix("checkpoint-").isdigit() and (path / "trainer_state.json").is_file()
+    ]
+    return str(max(found, key=lambda path: int(path.name.split("-")[1]))) if found else None
+
+
 def read_records(path: str | os.PathLike[str]) -> list[Record]:
     """Read a `.jsonl` file, leaving out a last line that was cut off.
 

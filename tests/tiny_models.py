@@ -63,6 +63,11 @@ _COMMON: dict[str, Any] = {
 }
 
 
+def tiny_settings() -> dict[str, Any]:
+    """What the configs of all tiny models have in common."""
+    return dict(_COMMON)
+
+
 def _llama(kv_heads: int) -> Callable[[], PreTrainedModel]:
     return lambda: LlamaForCausalLM(LlamaConfig(**_COMMON | {"num_key_value_heads": kv_heads}))
 

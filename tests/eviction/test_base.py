@@ -184,3 +184,18 @@ def test_settings_an_evictor_does_not_take_are_named() -> None:
 def test_repr_names_the_size() -> None:
     assert repr(get_evictor("recent", budget=64)) == "RecentEvictor(budget=64, num_sinks=4)"
     assert "compression_ratio=0.5" in repr(get_evictor("snapkv", compression_ratio=0.5))
+
+
+def test_sinks_take_their_share_of_the_attention() -> None:
+    view = make_view(9, 3)
+    plain = window_attention(view)
+    sinks = torch.linspace(-1, 2, KV_HEADS * PER_KV).double()
+    sunk = window_attention(dataclasses.replace(view, sink_logits=sinks))
+    # by hand, for the first KV head and the last query
+    logits = (
+        torch.stack([view.keys[0, 0] @ view.window_queries[0, h, 2] for h in range(PER_KV)]) * view.scaling
+    )
+    exp = logits.exp()
+    shares = exp / (exp.sum(-1, keepdim=True) + sinks[:PER_KV, None].exp())
+    assert float((sunk[0, 0, 2] - shares.mean(0)).abs().max()) <= FLOAT64
+    assert float((sunk - plain).abs().max()) > WRONG_RECORD

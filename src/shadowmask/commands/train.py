@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from rich.console import Console
 from transformers import PreTrainedModel, PrinterCallback
 
 from shadowmask.commands.callbacks import Recorder, StopOnInterrupt
@@ -34,7 +35,7 @@ from shadowmask.eviction import Evictor, get_evictor
 from shadowmask.models import base_model
 from shadowmask.report.plots import plot_run
 from shadowmask.report.progress import ProgressDisplay
-from shadowmask.report.run_folder import RunFolder, last_checkpoint
+from shadowmask.report.run_folder import MutedRunFolder, RunFolder, last_checkpoint
 from shadowmask.tasks import RecallTask, list_tasks
 from shadowmask.trl import SMDConfig, SMDTrainer
 from trl import ModelConfig, get_peft_config
@@ -150,14 +151,15 @@ class Run:
                 raise UserError(
                     f"{name}={getattr(model_config, name)!r} is not supported by the command line"
                 )
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise UserError(
-                "several processes: use SMDTrainer in a script of your own; this command runs one"
-            )
         self.args, self.config, self.model_config = args, config, model_config
         self.data = load_data(args, config.seed)
-        self.folder = RunFolder(str(config.output_dir), resume=args.resume)
-        self.display = ProgressDisplay()
+        # of several processes the first one writes and speaks; the others do the same work in silence
+        if int(os.environ.get("RANK", "0")) == 0:
+            self.folder = RunFolder(str(config.output_dir), resume=args.resume)
+            self.display = ProgressDisplay()
+        else:
+            self.folder = MutedRunFolder(str(config.output_dir), resume=args.resume)
+            self.display = ProgressDisplay(console=Console(quiet=True))
 
     def run(self) -> None:
         try:
@@ -273,6 +275,8 @@ class Run:
         after: dict[str, Accuracy],
         seconds: float,
     ) -> None:
+        if isinstance(self.folder, MutedRunFolder):
+            return
         metrics = self.folder.read_metrics()
         marks = {name: (before[name].mean, after[name].mean) for name in before if name in after}
         plot_run(metrics, self.folder.path / "run.png", accuracies=marks)

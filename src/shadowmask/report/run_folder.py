@@ -107,6 +107,25 @@ class RunFolder:
                 write_atomically(path, "".join(map(_line, kept)))
 
 
+class MutedRunFolder(RunFolder):
+    """The folder as the other processes of a run see it: they read, and leave all writing to the first."""
+
+    def __init__(self, path: str | os.PathLike[str], resume: bool = False) -> None:
+        self.path = Path(path)  # the first process may have made it already, or not yet
+
+    def discard(self) -> None: ...
+
+    def write_config(self, config: Mapping[str, Any]) -> None: ...
+
+    def write_json(self, name: str, content: Any) -> None: ...
+
+    def append_metrics(self, metrics: Mapping[str, Any]) -> None: ...
+
+    def append_samples(self, samples: Iterable[Mapping[str, Any]]) -> None: ...
+
+    def truncate_after(self, step: int) -> None: ...
+
+
 def last_checkpoint(folder: Path) -> str | None:
     """The newest complete checkpoint; one that was cut off while being written is passed over."""
     found = [

@@ -27,18 +27,10 @@ CAPACITY = {"lora-24gb": 24, "full-80gb": 80, "lora-24gb + ddp-8gpu": 24}  # GB
 KINDS = [TrainArguments, SMDConfig, ReplayableModelConfig]
 # what a CPU, a tiny model and four rows of data change
 SMALL = [
-    *(
-        "--dtype",
-        "float32",
-        "--bf16",
-        "false",
-        "--per_device_train_batch_size",
-        "4",
-        "--num_generations",
-        "2",
-    ),
-    *("--gradient_accumulation_steps", "1", "--max_completion_length", "6", "--max_steps", "1"),
-    *("--train_size", "4", "--eval_size", "1", "--save_strategy", "no", "--output_dir", "run"),
+    *("--dtype", "float32", "--bf16", "false", "--per_device_train_batch_size", "4"),
+    *("--num_generations", "2", "--gradient_accumulation_steps", "1", "--max_completion_length", "6"),
+    *("--max_steps", "1", "--train_size", "4", "--eval_size", "1", "--save_strategy", "no"),
+    *("--output_dir", "run"),
 ]
 
 

@@ -51,10 +51,10 @@ def main(argv: Sequence[str]) -> None:
     (args,) = parse([EvalArguments], argv, "eval", ABOUT)
     if args.limit < 1:
         raise UserError(f"limit={args.limit} must be at least 1")
-    for name, least in (("batch_size", 1), ("threads", 1), ("max_prompt_tokens", 1), ("max_new_tokens", 1)):
+    for name in ("batch_size", "threads", "max_prompt_tokens", "max_new_tokens", "evict_every"):
         value = getattr(args, name)
-        if value is not None and value < least:
-            raise UserError(f"{name}={value} must be at least {least}")
+        if value is not None and value < 1:
+            raise UserError(f"{name}={value} must be at least 1")
     if args.temperature < 0:
         raise UserError(f"temperature={args.temperature} must not be negative")
     source = find_source(args.model)
@@ -90,7 +90,7 @@ class Eval:
         limit = self.args.max_prompt_tokens or self.task.max_prompt_tokens
         items, report = fit_rows(items, self.task.shorten, tokenizer, limit)
         self.say(f"{self.args.task}, held out: {report}")
-        matrix = Matrix.open(self.path, self.settings(model), digests(items), self.task.metric)
+        matrix = Matrix.open(self.path, self.settings(model, limit), digests(items), self.task.metric)
         for n, cell in enumerate(self.cells, start=1):
             place = f"[{n}/{len(self.cells)}] {cell.name}"
             if cell.name in matrix.cells:
@@ -99,18 +99,16 @@ class Eval:
             matrix.add(cell.name, self._run_cell(cell, place, model, tokenizer, items))
         self._report(matrix)
 
-    def settings(self, model: PreTrainedModel) -> dict[str, Any]:
+    def settings(self, model: PreTrainedModel, max_prompt_tokens: int | None) -> dict[str, Any]:
         """What must be equal for cells to be compared; batching and memory limits need not."""
-        args = self.args
-        names = (
-            *("task", "task_kwargs", "dataset", "dataset_config", "max_prompt_tokens", "limit", "seed"),
-            *("temperature", "max_new_tokens", "evict_every", "evictor_kwargs", "dtype"),
-        )
+        names = ("limit", "seed", "temperature", "max_new_tokens", "evict_every", "evictor_kwargs", "dtype")
         versions = collect_versions()
         return {
             "model": self.source.model,
             "weights": fingerprint(model),
-            **{name: getattr(args, name) for name in names},
+            "task": f"{self.args.task}: {self.task!r}",
+            "max_prompt_tokens": max_prompt_tokens,
+            **{name: getattr(self.args, name) for name in names},
             **{f"version of {name}": versions[name] for name in OWN_VERSIONS},
         }
 

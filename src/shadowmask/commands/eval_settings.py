@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,6 +130,9 @@ def take_defaults(args: EvalArguments, source: Source) -> None:
         args.budget = None if size["budget"] is None else [size["budget"]]
     if args.compression_ratio is None and args.budget is None:
         args.compression_ratio = [DEFAULT_RATIO]
+    if isinstance(args.evictor_kwargs, str):
+        with suppress(json.JSONDecodeError):  # what is no JSON is named where evictors are made
+            args.evictor_kwargs = json.loads(args.evictor_kwargs)
     args.task = args.task or "recall"
     args.dtype = args.dtype or "float32"
     args.seed = args.seed or 0

@@ -12,6 +12,7 @@ Gradients with respect to the logits z / temperature:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -90,18 +91,18 @@ class _TiledHead(torch.autograd.Function):
             logp = project(hidden[tile])[0].log_softmax(dim=-1)
             column = targets[tile, None]
             logprobs[tile] = logp.gather(-1, column)[:, 0]
-            entropy[tile] = -(logp.exp() * logp).sum(dim=-1)
+            entropy[tile] = -torch.linalg.vecdot(logp.exp(), logp)
             if teacher_hidden is not None and kl is not None and teacher_logprobs is not None:
                 teacher = project(teacher_hidden[tile])[0].log_softmax(dim=-1)
                 teacher_logprobs[tile] = teacher.gather(-1, column)[:, 0]
-                kl[tile] = (teacher.exp() * (teacher - logp)).sum(dim=-1)
+                kl[tile] = torch.linalg.vecdot(teacher.exp(), teacher.sub_(logp))
         if teacher_logprobs is not None:
             ctx.mark_non_differentiable(teacher_logprobs)
         return logprobs, entropy, kl, teacher_logprobs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad_logprobs, grad_entropy, grad_kl = grads[:3]
+        grad_kl = grads[2]
         hidden, weight, bias, targets, teacher_hidden = ctx.saved_tensors
         project = _Projection(weight, bias, *ctx.settings)
         wide = wide_dtype(weight.dtype)
@@ -115,22 +116,17 @@ class _TiledHead(torch.autograd.Function):
         for tile in _tiles(hidden.shape[0], weight.shape[0]):
             logits, derivative = project(hidden[tile])
             logp = logits.log_softmax(dim=-1)
-            p = logp.exp()
-            grad = torch.zeros_like(p)
-            if grad_logprobs is not None:
-                g = grad_logprobs[tile, None]
-                grad -= g * p
-                grad.scatter_add_(-1, targets[tile, None], g)
-            if grad_entropy is not None:
-                entropy = -(p * logp).sum(dim=-1, keepdim=True)
-                grad -= grad_entropy[tile, None] * p * (logp + entropy)
+            teacher = None
             if grad_kl is not None and teacher_hidden is not None:
-                q = project(teacher_hidden[tile])[0].softmax(dim=-1)
-                grad += grad_kl[tile, None] * (p - q)
-            grad = (grad * derivative).to(weight.dtype)
+                teacher = project(teacher_hidden[tile])[0]
+            upstream = [None if g is None else g[tile, None] for g in grads[:3]]
+            grad = _grad_logits(logp, targets[tile], upstream, teacher)
+            if isinstance(derivative, Tensor) or derivative != 1:
+                grad *= derivative
+            grad = grad.to(weight.dtype)
             grad_hidden[tile] = grad @ weight
             if grad_weight is not None:
-                grad_weight += grad.T @ hidden[tile].to(weight.dtype)
+                _add_product(grad_weight, grad.T, hidden[tile].to(weight.dtype))
             if grad_bias is not None:
                 grad_bias += grad.sum(dim=0)
         return (
@@ -142,6 +138,39 @@ class _TiledHead(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _grad_logits(
+    logp: Float[Tensor, "tile vocab"],
+    targets: Int[Tensor, " tile"],
+    upstream: Sequence[Float[Tensor, "tile 1"] | None],
+    teacher: Float[Tensor, "tile vocab"] | None,
+) -> Float[Tensor, "tile vocab"]:
+    """``g_logp (1[target] - p) - g_H p (logp + H) + g_KL (p - q)`` with as few passes over it as possible."""
+    grad_logprobs, grad_entropy, grad_kl = upstream
+    p = logp.exp()
+    factor = torch.zeros_like(p[:, :1])  # of p, the same for a whole row
+    if grad_logprobs is not None:
+        factor = factor - grad_logprobs
+    if grad_kl is not None:
+        factor = factor + grad_kl
+    if grad_entropy is not None:
+        entropy = -torch.linalg.vecdot(p, logp)[:, None]
+        grad = p.mul_(factor - grad_entropy * (logp + entropy))
+    else:
+        grad = p.mul_(factor)
+    if grad_logprobs is not None:
+        grad.scatter_add_(-1, targets[:, None], grad_logprobs)
+    if grad_kl is not None and teacher is not None:
+        grad.sub_(teacher.softmax(dim=-1).mul_(grad_kl))
+    return grad
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
 
 
 class _Projection:
@@ -169,13 +198,15 @@ class _Projection:
                 logits = linear_from_weight(hidden, self.weight, self.bias)
             else:
                 logits = F.linear(hidden, self.weight, self.bias)
-        logits = logits.to(wide_dtype(logits.dtype)) * self.scale
+        logits = logits.to(wide_dtype(logits.dtype))
+        if self.scale != 1:  # most heads scale by one: a pass over all logits that nobody needs
+            logits = logits * self.scale
         derivative: Tensor | float = self.scale / self.temperature
         if self.softcap is not None:
             capped = torch.tanh(logits / self.softcap)
             derivative = derivative * (1 - capped.square())
             logits = self.softcap * capped
-        return logits / self.temperature, derivative
+        return (logits if self.temperature == 1 else logits / self.temperature), derivative
 
 
 def _tiles(rows: int, vocab: int) -> list[slice]:

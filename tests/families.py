@@ -141,7 +141,7 @@ ROWS = (
         "Jamba",
         "Jamba",
         "state-space layers between attention layers",
-        {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+        {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
         without=("head_dim",),
         refused="JambaForCausalLM",
     ),

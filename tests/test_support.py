@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from families import PAGE, REFUSED, SUPPORTED, page
 from shadowmask import (
@@ -19,15 +21,13 @@ from shadowmask import (
     shadow_logprobs,
 )
 from tiny_models import make_evictor, make_prompts, rollout
-from tolerances import FLOAT64, WRONG_RECORD
+from tolerances import FLOAT32, FLOAT64, WRONG_RECORD
 
 PROMPTS = make_prompts((22, 15))  # beyond the budget and the sliding window
 SHORT = {"prompts": PROMPTS, "group_size": 2, "max_new_tokens": 8, "stop_token_ids": ()}
 
 
-def gap(model, batch: RolloutBatch, record: ShadowMask) -> float:
-    from dataclasses import replace
-
+def gap(model: PreTrainedModel, batch: RolloutBatch, record: ShadowMask) -> float:
     with torch.no_grad():
         shadow = torch.cat(shadow_logprobs(model, replace(batch, shadow=record)))
     return float((shadow - torch.cat(batch.sparse_logprobs)).abs().max())
@@ -35,8 +35,6 @@ def gap(model, batch: RolloutBatch, record: ShadowMask) -> float:
 
 def shifted(record: ShadowMask) -> ShadowMask:
     """Every eviction one query late."""
-    from dataclasses import replace
-
     late = torch.where(record.evicted_at == NEVER, record.evicted_at, record.evicted_at + 1)
     return replace(record, evicted_at=late)
 
@@ -59,7 +57,8 @@ def test_a_supported_family_is_replayed_exactly(name: str, evict_every: int | No
         logits = untouched(torch.tensor([tokens])).logits[0, len(batch.prompt_ids[0]) - 1 : -1]
         full = dense_logprobs(model, batch)[0]
     own = logits.log_softmax(-1).gather(1, torch.tensor(batch.completion_ids[0])[:, None])[:, 0]
-    assert float((full - own).abs().max()) <= FLOAT64
+    # transformers takes Gemma 2's softmax in float32 whatever the model's dtype
+    assert float((full - own).abs().max()) <= (FLOAT32 if name == "Gemma 2" else FLOAT64)
 
 
 @pytest.mark.parametrize("name", REFUSED)

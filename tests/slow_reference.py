@@ -28,6 +28,7 @@ def slow_attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     slow_masks: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
@@ -46,7 +47,9 @@ def slow_attention(
             for i in range(tokens):
                 visible[i, : max(i - sliding_window + 1, 0)] = False
         scores = scores.masked_fill(~visible, -torch.inf)
-        outputs.append(scores.softmax(-1) @ value[0, kv_head])
+        weights = scores.exp()
+        total = weights.sum(-1, keepdim=True) + (0 if s_aux is None else s_aux[head].exp())
+        outputs.append(weights / total @ value[0, kv_head])
     return torch.stack(outputs, dim=1)[None], None
 
 

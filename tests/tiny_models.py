@@ -19,6 +19,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -63,6 +65,11 @@ _COMMON: dict[str, Any] = {
 }
 
 
+def tiny_settings() -> dict[str, Any]:
+    """What the configs of all tiny models have in common."""
+    return dict(_COMMON)
+
+
 def _llama(kv_heads: int) -> Callable[[], PreTrainedModel]:
     return lambda: LlamaForCausalLM(LlamaConfig(**_COMMON | {"num_key_value_heads": kv_heads}))
 
@@ -104,6 +111,19 @@ def _qwen3_moe() -> PreTrainedModel:
     return Qwen3MoeForCausalLM._from_config(config, experts_implementation="eager")
 
 
+def _gpt_oss() -> PreTrainedModel:
+    config = GptOssConfig(
+        **_COMMON,
+        sliding_window=SLIDING_WINDOW,
+        layer_types=["sliding_attention", "full_attention"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    return GptOssForCausalLM._from_config(config, experts_implementation="eager")
+
+
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama-mha": _llama(4),
     "llama-gqa": _llama(2),
@@ -114,6 +134,8 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "mistral-sliding": _mistral,
     "qwen3-moe": _qwen3_moe,
 }
+# sinks in the softmax: run where attention and its gradient are tested, not in every invariant
+WITH_SINKS: dict[str, Callable[[], PreTrainedModel]] = {"gpt-oss": _gpt_oss}
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -123,7 +145,7 @@ def make_model(
     """A fresh model in eval mode. float64 models are float64 throughout, see ``widen_norms``."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = FAMILIES[family]().to(dtype).eval()
+        model = (FAMILIES | WITH_SINKS)[family]().to(dtype).eval()
     if dtype == torch.float64:
         widen_norms(model)
     return model

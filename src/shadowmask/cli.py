@@ -15,6 +15,7 @@ from shadowmask.commands.errors import Interrupted, UserError
 
 COMMANDS = {
     "train": "train a model by RL with an evicted KV cache (no arguments: the CPU demo)",
+    "eval": "score a model on a task's held-out prompts, dense and under evictors",
     "bench": "measure a step, a rollout and the learner against stock TRL and dense paths",
     "compare": "run a grid of training runs over seeds: table and figures",
     "rollout": "sample completions with an evicted cache and show what was evicted",

@@ -14,6 +14,7 @@ from shadowmask.attention.interface import install
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
+_KNOWN_SINKS = {"gpt_oss"}  # hands them to the attention function, one logit per query head
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -66,14 +67,18 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
         return "in training its experts are drawn at random, and its attention is not told its window"
     if getattr(config, "use_bidirectional_attention", False):
         return "its attention is not causal"
-    if any(name.rsplit(".", 1)[-1] == "sinks" for name, _ in model.named_parameters()):
-        return "it has attention sinks as parameters"
+    if config.model_type not in _KNOWN_SINKS and _has_sinks(model):
+        return "it has attention sinks as parameters, which were tried with gpt-oss only"
     if not model._supports_attention_backend:
         return "it does not take attention functions from the registry"
     extra = _parameters_behind_decoder(model)
     if extra:
         return f"its output head is more than one projection ({extra[0]})"
     return _unsupported_setting(model, config)
+
+
+def _has_sinks(model: PreTrainedModel) -> bool:
+    return any(name.rsplit(".", 1)[-1] == "sinks" for name, _ in model.named_parameters())
 
 
 def _parameters_behind_decoder(model: PreTrainedModel) -> list[str]:

@@ -181,10 +181,11 @@ class RolloutEngine:
         plan = plan_cache(self.evictor, self.evict_every, prompts, sizes, settings.max_new_tokens)
         if self.kv_memory_limit is None:
             return plan
-        bytes_of_layer = self._bytes_of_layer()
+        bytes_of_layer = self.bytes_of_layer()
         return fit_memory(plan, sizes, self._cache_type, bytes_of_layer, self.kv_memory_limit)
 
-    def _bytes_of_layer(self) -> list[int]:
+    @torch.no_grad()
+    def bytes_of_layer(self) -> list[int]:
         """Keys and values of one token in each layer, found by running one token."""
         session = ShapeSession()
         token = torch.zeros(1, 1, dtype=torch.int64, device=output_head(self.model).weight.device)

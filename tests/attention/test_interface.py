@@ -34,10 +34,14 @@ def test_active_dropout_is_refused_where_it_would_act() -> None:
         shadowmask_attention(torch.nn.Linear(1, 1), x, x, x, None, dropout=0.1)
 
 
-def test_attention_sinks_are_refused_where_they_would_act() -> None:
-    x = torch.zeros(1, 1, 2, 4)
-    with pytest.raises(RecordError, match="Linear uses attention sinks as parameters"):
-        shadowmask_attention(torch.nn.Linear(1, 1), x, x, x, None, s_aux=torch.zeros(1))
+def test_sink_logits_take_part_without_a_session_too() -> None:
+    """Two equal keys and a sink of their logit: a third of the attention goes nowhere."""
+    zeros, ones = torch.zeros(1, 1, 2, 4), torch.ones(1, 1, 2, 4)
+    layer = torch.nn.Linear(1, 1)
+    whole, _ = shadowmask_attention(layer, zeros, zeros, ones, None)
+    sunk, _ = shadowmask_attention(layer, zeros, zeros, ones, None, s_aux=torch.zeros(1))
+    assert torch.equal(whole, ones.transpose(1, 2))
+    assert torch.allclose(sunk, torch.tensor(2 / 3))
 
 
 def test_a_layer_that_does_not_ask_is_an_error() -> None:

@@ -12,18 +12,21 @@ from torch import Tensor
 import shadowmask.attention.kernel
 from shadowmask.attention.kernel import (
     Scoring,
+    add_sinks,
     causal_attention,
     chunked_attention,
     masked_attention,
+    partial_attention,
     received_attention,
 )
-from tolerances import FLOAT64, GRADIENT_FLOAT64, relative_gap
+from tolerances import FLOAT64, GRADIENT_FLOAT64, WRONG_RECORD, relative_gap
 
 RULES: dict[str, Scoring] = {
     "plain": Scoring(0.3),
     "softcap": Scoring(0.3, softcap=0.8),
     "window": Scoring(0.3, sliding_window=5),
     "both": Scoring(0.3, softcap=0.8, sliding_window=5),
+    "sinks": Scoring(0.3, sliding_window=5, sink_logits=torch.linspace(-2, 2, 6).double()),
 }
 
 
@@ -50,7 +53,9 @@ def slow(
                     logits = scoring.softcap * torch.tanh(logits / scoring.softcap)
                 chosen = visible[b, j, i].nonzero()[:, 0]
                 weights = torch.zeros(len(logits), dtype=logits.dtype)
-                weights = weights.index_put((chosen,), logits[chosen].softmax(0))
+                exp = logits[chosen].exp()
+                sink = 0.0 if scoring.sink_logits is None else scoring.sink_logits[h].exp()
+                weights = weights.index_put((chosen,), exp / (exp.sum() + sink))
                 outputs.append(weights @ value[b, j])
                 all_weights.append(weights)
     out = torch.stack(outputs).reshape(batch, heads, rows, -1)
@@ -76,7 +81,7 @@ def assert_same(function: Any, reference: Any, inputs: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("mask_heads", [1, 2])
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
-@pytest.mark.parametrize("rules", ["plain", "softcap"])
+@pytest.mark.parametrize("rules", ["plain", "softcap", "sinks"])
 def test_masked_attention(rules: str, kv_heads: int, mask_heads: int) -> None:
     if mask_heads == 2:
         mask_heads = kv_heads
@@ -145,8 +150,32 @@ def test_received_attention_is_the_column_sum(
     expected = weights.unflatten(1, (2, 3)).sum(dim=(2, 3))
     received = received_attention(query, key, scoring)
     assert float((received - expected).detach().abs().max()) <= FLOAT64
-    # every query hands out 1 per query head
-    assert float(received.detach().sum()) == pytest.approx(2 * 6 * 11)
+    if scoring.sink_logits is None:  # every query hands out 1 per query head
+        assert float(received.detach().sum()) == pytest.approx(2 * 6 * 11)
+
+
+def test_sinks_weigh_and_have_no_value() -> None:
+    """In a partial attention as in a whole one, and their gradient is that of the softmax."""
+    query, key, value = tensors(3, 7)
+    rules = RULES["sinks"]
+    assert rules.sink_logits is not None
+    sinks = rules.sink_logits.clone().requires_grad_(True)
+    everything = torch.ones(1, 1, 3, 7, dtype=torch.bool)
+    scoring = Scoring(0.3, sink_logits=sinks)
+    expected, weights = slow(query, key, value, everything, scoring)
+    whole = masked_attention(query, key, value, None, scoring)
+    grouped = query.unflatten(1, (2, 3)).transpose(1, 2).flatten(0, 1)  # query heads as a batch axis
+    keys, values = (x.repeat_interleave(3, dim=0) for x in (key, value))
+    partial = partial_attention(grouped, keys, values, None, Scoring(0.3))
+    by_head = sinks.view(2, 3).T.repeat(2, 1)[:, :, None]
+    out = add_sinks(partial, by_head)[0].unflatten(0, (2, 3)).transpose(1, 2).flatten(1, 2)
+    for found in (whole, out):
+        assert float((found - expected).detach().abs().max()) <= FLOAT64
+    assert float(weights.detach().sum(-1).max()) < 1
+    gradients = [torch.autograd.grad(x.sum(), sinks, retain_graph=True)[0] for x in (whole, expected)]
+    assert relative_gap(*gradients) <= GRADIENT_FLOAT64
+    without = masked_attention(query, key, value, None, Scoring(0.3))
+    assert float((without - expected).detach().abs().max()) > WRONG_RECORD
 
 
 def test_scoring_by_hand() -> None:

@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from shadowmask.cli import main
-from shadowmask.commands.train import last_checkpoint
+from shadowmask.report.run_folder import last_checkpoint
 from tiny_trl import make_tokenizer
-from tolerances import FLOAT32
+from tolerances import FLOAT32, HAND_COMPUTED
 
 
 def read_metrics(folder: Path) -> list[dict]:
@@ -150,6 +150,30 @@ def test_a_half_written_checkpoint_is_passed_over(tmp_path: Path) -> None:
     assert last_checkpoint(tmp_path / "checkpoint-2") is None
 
 
+def test_two_processes_write_one_folder_and_train_as_one_does(workplace: Path, settings: list[str]) -> None:
+    """The first process writes; the groups of both are those that one process has with twice the batch."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(workplace)}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    halved = [*settings, "--per_device_train_batch_size", "4", "--ddp_backend", "gloo", "--eval_size", "2"]
+    done = subprocess.run(
+        [*launch, "-m", "shadowmask.cli", "train", *halved, "--use_cpu", "--output_dir", "two"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("step 1/3") == 1
+    rows = read_metrics(workplace / "two")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["sampling_gap/max"] <= FLOAT32 for row in rows)
+    assert (workplace / "two" / "final" / "model.safetensors").is_file()
+    assert (workplace / "two" / "accuracy_after.json").is_file()
+    assert main(["train", *settings, "--use_cpu", "--output_dir", "one"]) == 0
+    one = read_metrics(workplace / "one")[0]
+    assert abs(rows[0]["reward"] - one["reward"]) < HAND_COMPUTED
+
+
 def test_lora_saves_an_adapter(workplace: Path, settings: list[str]) -> None:
     assert main(["train", *settings, "--use_peft", "--lora_r", "4"]) == 0
     assert (workplace / "run" / "final" / "adapter_model.safetensors").is_file()
@@ -186,6 +210,8 @@ def test_lora_saves_an_adapter(workplace: Path, settings: list[str]) -> None:
         (["--distil_coef", "0.2"], "did you mean --distill_coef"),
         (["--max_steps", "many"], "invalid int value: 'many'"),
         (["--config", "nothing.yaml"], "does not exist"),
+        (["--config", "misspelt.yaml"], "unknown setting 'evicter', did you mean 'evictor'"),
+        (["--config", "data.jsonl"], "must hold settings"),
         (["--resume", "--output_dir", "nowhere"], "not a run folder"),
     ],
 )
@@ -193,6 +219,7 @@ def test_bad_input_is_one_clear_line(
     workplace: Path, settings: list[str], capfd: pytest.CaptureFixture[str], change: list[str], said: str
 ) -> None:
     (workplace / "empty.jsonl").write_text("")
+    (workplace / "misspelt.yaml").write_text("evicter: snapkv\n")
     (workplace / "columns.jsonl").write_text('{"question": "1"}\n')
     if change[0] == "--budget":
         change = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,9 @@ from torch import Tensor
 
 from shadowmask import get_evictor, list_evictors
 from shadowmask.eviction import EVICTORS, Evictor, LayerView
+from shadowmask.eviction.base import window_attention
+from tiny_views import KV_HEADS, PER_KV, make_view
+from tolerances import FLOAT64, WRONG_RECORD
 
 EVICTING = [name for name in list_evictors() if name != "dense"]
 
@@ -184,3 +189,17 @@ def test_settings_an_evictor_does_not_take_are_named() -> None:
 def test_repr_names_the_size() -> None:
     assert repr(get_evictor("recent", budget=64)) == "RecentEvictor(budget=64, num_sinks=4)"
     assert "compression_ratio=0.5" in repr(get_evictor("snapkv", compression_ratio=0.5))
+
+
+def test_sinks_take_their_share_of_the_attention() -> None:
+    view = make_view(9, 3)
+    plain = window_attention(view)
+    sinks = torch.linspace(-1, 2, KV_HEADS * PER_KV).double()
+    sunk = window_attention(dataclasses.replace(view, sink_logits=sinks))
+    # by hand, for the first KV head and the last query
+    assert view.window_queries is not None
+    logits = view.window_queries[0, :PER_KV, 2] @ view.keys[0, 0].T * view.scaling
+    exp = logits.exp()
+    shares = exp / (exp.sum(-1, keepdim=True) + sinks[:PER_KV, None].exp())
+    assert float((sunk[0, 0, 2] - shares.mean(0)).abs().max()) <= FLOAT64
+    assert float((sunk - plain).abs().max()) > WRONG_RECORD

@@ -33,6 +33,8 @@ _FLASH_CPU_BACKWARD: Any = getattr(
 
 def can_share(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
     """Whether this device has a kernel that returns its log-sum-exp and differentiates from one."""
+    if scoring.sink_logits is not None:
+        return False  # the backward pass below knows no sinks
     return has_flash(query, value, scoring) and _FLASH_CPU_BACKWARD is not None
 
 

@@ -53,15 +53,15 @@ def shadowmask_attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     attention_session: AttentionSession | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The registered function, in Hugging Face's signature."""
-    if kwargs.get("s_aux") is not None:
-        raise RecordError(f"{type(module).__name__} uses attention sinks as parameters: not supported")
     if dropout:
         raise RecordError(f"attention dropout {dropout} is active in {type(module).__name__}: set it to 0")
-    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sliding_window)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scoring = Scoring(scaling, softcap, sliding_window, s_aux)
     if attention_session is None:
         return _plain_attention(query, key, value, attention_mask, scoring), None
     if attention_mask is not None and attention_mask.numel() != 1:  # run_decoder's own has one element

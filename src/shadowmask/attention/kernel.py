@@ -11,7 +11,7 @@ No row of a mask may be empty. By construction none is: a query always sees its 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,17 @@ class Scoring:
     scaling: float
     softcap: float | None = None
     sliding_window: int | None = None
+    # a learned logit per query head that takes part in the softmax and has no value (gpt-oss): [heads],
+    # or [heads, query] where query heads were folded into the query axis
+    sink_logits: Float[Tensor, ...] | None = field(default=None, compare=False)
+
+    @property
+    def plain(self) -> bool:
+        """Whether SDPA can express it."""
+        return self.softcap is None and self.sink_logits is None
+
+    def sink_logits_by_kv_head(self, kv_heads: int) -> Float[Tensor, "kv_heads per_kv"] | None:
+        return None if self.sink_logits is None else self.sink_logits.view(kv_heads, -1)
 
     def logits(self, products: Float[Tensor, ...]) -> Float[Tensor, ...]:
         logits = products * self.scaling
@@ -49,8 +60,8 @@ def masked_attention(
     """
     batch, heads, rows, _ = query.shape
     kv_heads = key.shape[1]
-    if scoring.softcap is not None:
-        return _softcapped_attention(query, key, value, visible, scoring)
+    if not scoring.plain:
+        return _explicit_attention(query, key, value, visible, scoring)
     grouped = query.reshape(batch * kv_heads, heads // kv_heads, rows, -1)
     keys, values = (
         x.reshape(batch * kv_heads, 1, x.shape[2], x.shape[3]).expand(-1, heads // kv_heads, -1, -1)
@@ -63,20 +74,23 @@ def masked_attention(
     return out.reshape(batch, heads, rows, -1)
 
 
-def _softcapped_attention(
+def _explicit_attention(
     query: Float[Tensor, "batch heads query head_dim"],
     key: Float[Tensor, "batch kv_heads key head_dim"],
     value: Float[Tensor, "batch kv_heads key value_dim"],
     visible: Bool[Tensor, "#batch #kv_heads query key"] | None,
     scoring: Scoring,
 ) -> Float[Tensor, "batch heads query value_dim"]:
-    """Same with a tanh between product and softmax (Gemma2), which SDPA cannot express."""
+    """Same with a tanh before the softmax (Gemma2) or sinks in it (gpt-oss), which SDPA cannot express."""
     grouped = query.unflatten(1, (key.shape[1], -1))
     logits = scoring.logits(grouped @ key.transpose(-1, -2)[:, :, None])
     if visible is not None:
         logits = logits.masked_fill(~visible[:, :, None], torch.finfo(logits.dtype).min)
     wide = torch.promote_types(logits.dtype, torch.float32)
-    weights = logits.softmax(dim=-1, dtype=wide).to(value.dtype)
+    sinks = scoring.sink_logits
+    if sinks is not None:
+        sinks = sinks.reshape(*grouped.shape[1:3], -1)
+    weights = sink_softmax(logits, sinks, wide).to(value.dtype)
     return (weights @ value[:, :, None]).flatten(1, 2)
 
 
@@ -115,7 +129,7 @@ def causal_attention(
     """Dense causal attention of a prompt over itself, inside the layer's own sliding window."""
     tokens = query.shape[2]
     window = scoring.sliding_window
-    if scoring.softcap is None and (window is None or window >= tokens):
+    if scoring.plain and (window is None or window >= tokens):
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scoring.scaling, enable_gqa=True
         )
@@ -161,9 +175,24 @@ def received_attention(
         visible = columns <= rows
         if scoring.sliding_window is not None:
             visible = visible & (columns > rows - scoring.sliding_window)
-        weights = logits.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+        sinks = scoring.sink_logits_by_kv_head(kv_heads)
+        weights = sink_softmax(
+            logits.masked_fill(~visible, -torch.inf), None if sinks is None else sinks[..., None]
+        )
         total[..., :stop] += weights.sum(dim=(2, 3))
     return total
+
+
+def sink_softmax(
+    logits: Float[Tensor, "*rows key"],
+    sinks: Float[Tensor, "*#rows"] | None,
+    dtype: torch.dtype | None = None,
+) -> Float[Tensor, "*rows key"]:
+    """Softmax over keys and one sink per row, whose own share is left out: rows then sum to less than 1."""
+    if sinks is None:
+        return logits.softmax(dim=-1, dtype=dtype)
+    column = sinks.to(logits.dtype).expand(logits.shape[:-1])[..., None]
+    return torch.cat([logits, column], dim=-1).softmax(dim=-1, dtype=dtype)[..., :-1]
 
 
 def additive_mask(visible: Bool[Tensor, ...], query: Float[Tensor, "... head_dim"]) -> Float[Tensor, ...]:
@@ -225,6 +254,16 @@ def merge_partials(
     (a, lse_a), (b, lse_b) = first, second
     weight = torch.sigmoid(lse_b - lse_a)[..., None]
     return torch.lerp(a.to(weight.dtype), b.to(weight.dtype), weight).to(a.dtype)
+
+
+def add_sinks(
+    partial: tuple[Float[Tensor, "*rows value_dim"], Float[Tensor, "*rows"]], sinks: Float[Tensor, "*#rows"]
+) -> tuple[Float[Tensor, "*rows value_dim"], Float[Tensor, "*rows"]]:
+    """A partial attention with sinks among its keys: they have weight and no value."""
+    out, lse = partial
+    sinks = sinks.to(lse.dtype)
+    share = torch.sigmoid(lse - sinks)[..., None]
+    return (out.to(share.dtype) * share).to(out.dtype), torch.logaddexp(lse, sinks.expand(lse.shape))
 
 
 FLASH_CPU: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)

@@ -257,6 +257,7 @@ class KVCache(ABC):
             scaling=scoring.scaling,
             softcap=scoring.softcap,
             sliding_window=scoring.sliding_window,
+            sink_logits=scoring.sink_logits,
             window_queries=query[:, :, first:] if watches else None,
             window_positions=tokens[None, first:] if watches else None,
             attention_received=attention_received,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shadowmask.attention.kernel import Scoring, masked_attention
+from shadowmask.attention.kernel import Scoring, masked_attention, sink_softmax
 from shadowmask.cache.base import CachePlan, DecodeStep, KVCache, PromptInfo
 from shadowmask.cache.slots import LayerSlots
 from shadowmask.eviction.base import Evictor
@@ -102,6 +104,7 @@ class OwnedSlotCache(KVCache):
         kv_heads = keys.shape[1]
         grouped = query.reshape(rows, kv_heads, heads // kv_heads, -1)
         mask = visible[:, :, None, :].expand(-1, -1, heads // kv_heads, -1)
+        scoring = replace(scoring, sink_logits=scoring.sink_logits_by_kv_head(kv_heads))
         if slots.attention_received is not None:
             _accumulate(slots.attention_received[:rows], grouped, keys, mask, scoring)
         out = masked_attention(grouped, keys, values, mask, scoring)
@@ -145,4 +148,4 @@ def _accumulate(
     weights are rounded here and not there, which alone would make up most of the sampling gap.
     """
     logits = scoring.logits(query @ key.transpose(-1, -2)).to(received.dtype)
-    received += logits.masked_fill(~visible, -torch.inf).softmax(dim=-1).sum(dim=2)
+    received += sink_softmax(logits.masked_fill(~visible, -torch.inf), scoring.sink_logits).sum(dim=2)

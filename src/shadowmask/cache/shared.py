@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shadowmask.attention.kernel import Scoring, additive_mask, merge_partials, partial_attention
+from shadowmask.attention.kernel import Scoring, add_sinks, additive_mask, merge_partials, partial_attention
 from shadowmask.cache.base import CachePlan, DecodeStep, KVCache, PromptInfo
 from shadowmask.cache.slots import along
 from shadowmask.eviction.base import Evictor
@@ -191,6 +191,9 @@ class SharedPromptCache(KVCache):
         slots.values[:rows].scatter_(2, along(where, value), value)
         grouped = query.reshape(rows, kv_heads, heads // kv_heads, -1)
         own = self._attend_own(slots, grouped, step, scoring)
+        sinks = scoring.sink_logits_by_kv_head(kv_heads)
+        if sinks is not None:
+            own = add_sinks(own, sinks)
         prompt = self._attend_prompt(slots, grouped, step, scoring)
         return merge_partials(prompt, own).reshape(rows, heads, 1, -1)
 

@@ -165,6 +165,7 @@ class LayerSlots:
             scaling=self.scoring.scaling,
             softcap=self.scoring.softcap,
             sliding_window=self.scoring.sliding_window,
+            sink_logits=self.scoring.sink_logits,
             window_queries=of(self.window_queries),
             window_positions=of(self.window_positions),
             attention_received=of(self.attention_received),

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from shadowmask.models import base_model
@@ -160,7 +162,7 @@ class StopOnInterrupt(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self.asked and state.global_step < state.max_steps:
+        if _anyone(self.asked) and state.global_step < state.max_steps:
             control.should_save = True
             control.should_training_stop = True
 
@@ -169,3 +171,13 @@ class StopOnInterrupt(TrainerCallback):
             raise KeyboardInterrupt
         self.asked = True
         self.display.say("stopping after this step and saving; Ctrl-C again stops at once")
+
+
+def _anyone(asked: bool) -> bool:
+    """Whether any process was asked to stop: signals reach them at different steps, and all must agree."""
+    if not dist.is_initialized():
+        return asked
+    device = torch.accelerator.current_accelerator() if dist.get_backend() == "nccl" else "cpu"
+    flag = torch.tensor(int(asked), device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag)

@@ -31,7 +31,9 @@ class _Parser(TrlParser):
 
 
 def parse(kinds: Sequence[type], arguments: Sequence[str], command: str, about: str) -> tuple[Any, ...]:
-    """Parse flags and ``--config file.yaml`` into dataclasses. Flags win over the file.
+    """Parse flags and ``--config file.yaml`` into dataclasses.
+
+    Flags win over files, and of several files (``--config a.yaml --config b.yaml``) the later one.
 
     Raises:
         UserError: a config file that is missing or no mapping, or a key that no dataclass has.
@@ -41,17 +43,48 @@ def parse(kinds: Sequence[type], arguments: Sequence[str], command: str, about: 
     if {"--help", "-h"} & set(arguments):
         print(help_text(kinds, command, about))
         raise SystemExit(0)
-    if "--config" in arguments:
-        place = arguments.index("--config")
-        if place + 1 == len(arguments):
-            raise UserError("--config needs a file")
-        if not Path(arguments[place + 1]).is_file():
-            raise UserError(f"config file {arguments[place + 1]!r} does not exist")
+    files, arguments = take_configs(arguments)
     _check_flags(parser, arguments)
+    known = {action.dest for action in parser._actions}
+    for file in files:
+        settings = _read_config(file)
+        for name in settings:
+            if name not in known:
+                near = get_close_matches(str(name), known, n=1)
+                hint = f", did you mean {near[0]!r}?" if near else ""
+                raise UserError(f"config file {file!r}: unknown setting {name!r}{hint}")
+        parser.set_defaults_with_config(**settings)
+    return parser.parse_args_into_dataclasses(args=arguments)
+
+
+def take_configs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide arguments into the files of every ``--config`` and the rest.
+
+    Raises:
+        UserError: a ``--config`` without a file, or a file that does not exist.
+    """
+    files, rest = [], list(arguments)
+    while "--config" in rest:
+        place = rest.index("--config")
+        if place + 1 == len(rest):
+            raise UserError("--config needs a file")
+        if not Path(rest[place + 1]).is_file():
+            raise UserError(f"config file {rest[place + 1]!r} does not exist")
+        files.append(rest[place + 1])
+        del rest[place : place + 2]
+    return files, rest
+
+
+def _read_config(file: str) -> dict[str, Any]:
     try:
-        return parser.parse_args_and_config(arguments)
+        settings = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        raise UserError(f"config file is not valid YAML: {error}") from error
+        raise UserError(f"config file {file!r} is not valid YAML: {error}") from error
+    if not isinstance(settings, dict):
+        raise UserError(f"config file {file!r} must hold settings, one 'name: value' a line")
+    for name, value in (settings.pop("env", None) or {}).items():  # as TrlParser does
+        os.environ[name] = str(value)
+    return settings
 
 
 # of the several hundred settings that TRL and transformers add, those that most runs touch
@@ -65,7 +98,7 @@ COMMON = (
 
 def help_text(kinds: Sequence[type], command: str, about: str) -> str:
     """What a newcomer needs to know: our own settings in full, of the inherited ones the common."""
-    lines = [f"usage: shadowmask {command} [--config file.yaml] [--setting value ...]", "", about, ""]
+    lines = [f"usage: shadowmask {command} [--config file.yaml ...] [--setting value ...]", "", about, ""]
     inherited: list[str] = []
     for kind in kinds:
         own = inspect.get_annotations(kind)

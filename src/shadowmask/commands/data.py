@@ -76,7 +76,13 @@ def load_data(args: Any, seed: int) -> TrainData:
     return data
 
 
-def _task_data(args: Any, seed: int) -> TrainData:
+def make_task(args: Any) -> Task:
+    """The task that ``task``, ``task_kwargs``, ``dataset`` and ``dataset_config`` describe.
+
+    Raises:
+        UserError: data for a task that makes its own.
+        ValueError: an unknown task or setting.
+    """
     settings = _as_dict(args.task_kwargs)
     given = {"source": args.dataset, "config": args.dataset_config}
     task = get_task(args.task, **settings)
@@ -85,6 +91,11 @@ def _task_data(args: Any, seed: int) -> TrainData:
         raise UserError(f"task {args.task!r} makes its own prompts: leave out --dataset, or leave out --task")
     if own:
         task = dataclasses.replace(task, **own)  # type: ignore[type-var]
+    return task
+
+
+def _task_data(args: Any, seed: int) -> TrainData:
+    task = make_task(args)
     if args.train_size < 1:
         raise UserError(f"train_size={args.train_size} must be at least 1")
     if args.eval_size < 0:

@@ -11,7 +11,7 @@ from typing import Any
 from shadowmask.commands.common import DEMO_MODEL, load_model, parse, split_positional
 from shadowmask.commands.errors import UserError
 from shadowmask.commands.rollout import read_prompt, samples_of
-from shadowmask.demo.evaluate import encode_prompt
+from shadowmask.evaluation import encode_prompt
 from shadowmask.eviction import Evictor, evictor_from_settings, list_evictors
 from shadowmask.models import prepare_model
 from shadowmask.report.page import MOST_SAMPLES, inspect_page

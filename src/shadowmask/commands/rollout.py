@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from shadowmask.commands.common import DEMO_MODEL, load_model, parse
 from shadowmask.commands.errors import UserError
-from shadowmask.demo.evaluate import encode_prompt
+from shadowmask.evaluation import encode_prompt
 from shadowmask.eviction import Evictor, evictor_from_settings, list_evictors
 from shadowmask.metrics import sampling_gap
 from shadowmask.planning import parse_bytes

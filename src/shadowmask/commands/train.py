@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from rich.console import Console
 from transformers import PreTrainedModel, PrinterCallback
 
 from shadowmask.commands.callbacks import Recorder, StopOnInterrupt
@@ -37,7 +38,7 @@ from shadowmask.eviction import Evictor, evictor_from_settings, get_evictor
 from shadowmask.models import base_model
 from shadowmask.report.plots import plot_run
 from shadowmask.report.progress import ProgressDisplay
-from shadowmask.report.run_folder import RunFolder
+from shadowmask.report.run_folder import MutedRunFolder, RunFolder, last_checkpoint
 from shadowmask.tasks import RecallTask, list_tasks
 from shadowmask.trl import SMDConfig, SMDTrainer
 from shadowmask.trl.guards import DenseGuard
@@ -218,17 +219,18 @@ class Run:
                 raise UserError(
                     f"{name}={getattr(model_config, name)!r} is not supported by the command line"
                 )
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise UserError(
-                "several processes: use SMDTrainer in a script of your own; this command runs one"
-            )
         self.args, self.config, self.model_config = args, config, model_config
         if args.dense_guard_every and not args.eval_size:
             raise UserError(f"dense_guard_every={args.dense_guard_every} needs held-out prompts: eval_size")
         self.guard: DenseGuard | None = None
         self.data = load_data(args, config.seed)
-        self.folder = RunFolder(str(config.output_dir), resume=args.resume)
-        self.display = ProgressDisplay()
+        # of several processes the first one writes and speaks; the others do the same work in silence
+        if int(os.environ.get("RANK", "0")) == 0:
+            self.folder = RunFolder(str(config.output_dir), resume=args.resume)
+            self.display = ProgressDisplay()
+        else:
+            self.folder = MutedRunFolder(str(config.output_dir), resume=args.resume)
+            self.display = ProgressDisplay(console=Console(quiet=True))
 
     def run(self) -> None:
         try:
@@ -386,6 +388,8 @@ class Run:
         after: dict[str, Accuracy],
         seconds: float,
     ) -> None:
+        if isinstance(self.folder, MutedRunFolder):
+            return
         metrics = self.folder.read_metrics()
         marks = {name: (before[name].mean, after[name].mean) for name in before if name in after}
         plot_run(metrics, self.folder.path / "run.png", accuracies=marks)
@@ -485,13 +489,3 @@ def _default(spec: dataclasses.Field[Any]) -> Any:
     if spec.default_factory is not dataclasses.MISSING:
         return spec.default_factory()
     return spec.default
-
-
-def last_checkpoint(folder: Path) -> str | None:
-    """The newest complete checkpoint; one that was cut off while being written is passed over."""
-    found = [
-        path
-        for path in folder.glob("checkpoint-*")
-        if path.name.removeprefix("checkpoint-").isdigit() and (path / "trainer_state.json").is_file()
-    ]
-    return str(max(found, key=lambda path: int(path.name.split("-")[1]))) if found else None

@@ -1,18 +1,17 @@
-"""Held-out accuracy: greedy completions under an evictor, scored by the task's own reward."""
+"""Held-out accuracy before and after a run: greedy answers under an evictor, in one number."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from shadowmask.evaluation import Score, evaluate
 from shadowmask.eviction import Evictor
 from shadowmask.rollout import RolloutEngine
-
-BATCH = 32  # prompts that decode together
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ def greedy_accuracy(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[dict[str, Any]],
-    reward: Callable[..., Sequence[float | None]],
+    reward: Score,
     evictor: Evictor,
     evict_every: int | None,
     max_new_tokens: int,
@@ -45,46 +44,11 @@ def greedy_accuracy(
     Raises:
         ValueError: no rows, or a reward of another length than the completions.
     """
-    if not rows:
-        raise ValueError("there are no held-out rows to evaluate on")
     engine = RolloutEngine(model, tokenizer, evictor, evict_every)
-    training = model.training
-    model.eval()
-    rewards: list[float] = []
-    try:
-        for start in range(0, len(rows), BATCH):
-            part = rows[start : start + BATCH]
-            prompts = [encode_prompt(tokenizer, row["prompt"]) for row in part]
-            batch = engine.generate(prompts, max_new_tokens=max_new_tokens, temperature=0.0)
-            texts = tokenizer.batch_decode(batch.completion_ids, skip_special_tokens=True)
-            completions = [
-                text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
-                for text, row in zip(texts, part, strict=True)
-            ]
-            columns = {name: [row[name] for row in part] for name in part[0] if name != "prompt"}
-            scores = reward(
-                prompts=[row["prompt"] for row in part],
-                completions=completions,
-                completion_ids=batch.completion_ids,
-                **columns,
-            )
-            if len(scores) != len(part):
-                raise ValueError(f"the reward returned {len(scores)} values for {len(part)} completions")
-            rewards += [score for score in scores if score is not None]
-    finally:
-        model.train(training)
+    done = evaluate(engine, tokenizer, rows, reward, max_new_tokens=max_new_tokens)
+    rewards = [score for score in done.scores() if score is not None]
     if not rewards:
         raise ValueError("the reward left out every held-out completion")
     values = torch.tensor(rewards, dtype=torch.float64)
     spread = float(values.std() / len(values) ** 0.5) if len(values) > 1 else 0.0
     return Accuracy(float(values.mean()), spread, len(values))
-
-
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, Any]]) -> list[int]:
-    """Token ids of a prompt: text as it is, chat messages through the tokenizer's template."""
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
-    if tokenizer.chat_template is None:
-        raise ValueError("the prompts are chat messages, but this tokenizer has no chat template")
-    text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]

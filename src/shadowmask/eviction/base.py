@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from shadowmask.attention.kernel import sink_softmax
+
 SHARES = ("none", "heads")
 NUM_SINKS = 4  # StreamingLLM (arXiv:2309.17453): the first tokens collect attention that has nowhere to go
 
@@ -37,6 +39,7 @@ class LayerView:
     scaling: float
     softcap: float | None = None
     sliding_window: int | None = None
+    sink_logits: Float[Tensor, " heads"] | None = None  # learned logits beside those of the keys (gpt-oss)
     # the last queries, in no particular order; only if the evictor sets observation_window
     window_queries: Float[Tensor, "batch heads window head_dim"] | None = None
     window_positions: Int[Tensor, "batch window"] | None = None
@@ -213,11 +216,13 @@ def window_logits(
 
 
 def softmax_over(
-    logits: Float[Tensor, "... slots"], seen: Bool[Tensor, "... slots"]
+    logits: Float[Tensor, "... slots"],
+    seen: Bool[Tensor, "... slots"],
+    sinks: Float[Tensor, ...] | None = None,
 ) -> Float[Tensor, "... slots"]:
     """Softmax over the slots that are ``seen``; 0 elsewhere, and everywhere in a row that sees none."""
     # a finite fill, or such a row would be NaN
-    return logits.masked_fill(~seen, torch.finfo(logits.dtype).min).softmax(dim=-1) * seen
+    return sink_softmax(logits.masked_fill(~seen, torch.finfo(logits.dtype).min), sinks) * seen
 
 
 def window_attention(view: LayerView) -> Float[Tensor, "batch kv_heads window slots"]:
@@ -225,4 +230,6 @@ def window_attention(view: LayerView) -> Float[Tensor, "batch kv_heads window sl
 
     Rows of the window that do not exist yet are zero.
     """
-    return softmax_over(*window_logits(view)).mean(dim=2)
+    logits, seen = window_logits(view)
+    sinks = None if view.sink_logits is None else view.sink_logits.view(1, logits.shape[1], -1, 1)
+    return softmax_over(logits, seen, sinks).mean(dim=2)

@@ -115,6 +115,35 @@ class RunFolder:
                 path.unlink()
 
 
+class MutedRunFolder(RunFolder):
+    """The folder as the other processes of a run see it: they read, and leave all writing to the first."""
+
+    def __init__(self, path: str | os.PathLike[str], resume: bool = False) -> None:
+        self.path = Path(path)  # the first process may have made it already, or not yet
+
+    def discard(self) -> None: ...
+
+    def write_config(self, config: Mapping[str, Any]) -> None: ...
+
+    def write_json(self, name: str, content: Any) -> None: ...
+
+    def append_metrics(self, metrics: Mapping[str, Any]) -> None: ...
+
+    def append_samples(self, samples: Iterable[Mapping[str, Any]]) -> None: ...
+
+    def truncate_after(self, step: int) -> None: ...
+
+
+def last_checkpoint(folder: Path) -> str | None:
+    """The newest complete checkpoint; one that was cut off while being written is passed over."""
+    found = [
+        path
+        for path in folder.glob("checkpoint-*")
+        if path.name.removeprefix("checkpoint-").isdigit() and (path / "trainer_state.json").is_file()
+    ]
+    return str(max(found, key=lambda path: int(path.name.split("-")[1]))) if found else None
+
+
 def read_records(path: str | os.PathLike[str]) -> list[Record]:
     """Read a `.jsonl` file, leaving out a last line that was cut off.
 

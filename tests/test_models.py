@@ -87,7 +87,7 @@ REFUSED = {
         r"multi-head latent attention \(MLA\)",
     ),
     "sinks of a family that was not tried": (
-        lambda: build("GraniteSwa", **without("head_dim")),
+        lambda: build("GraniteSWA", **without("head_dim")),
         "it has attention sinks as parameters",
     ),
     "state space": (

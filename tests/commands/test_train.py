@@ -152,7 +152,7 @@ def test_a_half_written_checkpoint_is_passed_over(tmp_path: Path) -> None:
 
 def test_two_processes_write_one_folder_and_train_as_one_does(workplace: Path, settings: list[str]) -> None:
     """The first process writes; the groups of both are those that one process has with twice the batch."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(workplace)}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     halved = [*settings, "--per_device_train_batch_size", "4", "--ddp_backend", "gloo", "--eval_size", "2"]
     done = subprocess.run(
@@ -211,7 +211,7 @@ def test_lora_saves_an_adapter(workplace: Path, settings: list[str]) -> None:
         (["--max_steps", "many"], "invalid int value: 'many'"),
         (["--config", "nothing.yaml"], "does not exist"),
         (["--config", "misspelt.yaml"], "unknown setting 'evicter', did you mean 'evictor'"),
-        (["--config", "data.jsonl"], "must hold settings"),
+        (["--config", "list.yaml"], "must hold settings"),
         (["--resume", "--output_dir", "nowhere"], "not a run folder"),
     ],
 )
@@ -219,6 +219,7 @@ def test_bad_input_is_one_clear_line(
     workplace: Path, settings: list[str], capfd: pytest.CaptureFixture[str], change: list[str], said: str
 ) -> None:
     (workplace / "empty.jsonl").write_text("")
+    (workplace / "list.yaml").write_text("- 1\n")
     (workplace / "misspelt.yaml").write_text("evicter: snapkv\n")
     (workplace / "columns.jsonl").write_text('{"question": "1"}\n')
     if change[0] == "--budget":

@@ -23,7 +23,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 DOCS = (Path(__file__).parents[2] / "docs" / "configs.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^(?:shadowmask|torchrun .* -m shadowmask.cli) (train .*)$", DOCS, re.MULTILINE)
 LIMITS = {"gsm8k": 400, "hotpotqa": 480, "tldr": 300, "govreport": 400}  # characters, with this tokenizer
-CAPACITY = {"lora-24gb": 24, "full-80gb": 80, "lora-24gb + ddp-8gpu": 24}  # GB
+CAPACITY = {"lora-24gb": 24, "full-80gb": 80, "lora-24gb + ddp-8gpu": 24}  # GiB
 KINDS = [TrainArguments, SMDConfig, ReplayableModelConfig]
 # what a CPU, a tiny model and four rows of data change
 SMALL = [
@@ -100,7 +100,8 @@ def test_the_arithmetic_in_the_comments_is_up_to_date_and_fits(memory: ModuleTyp
         assert text == memory.with_block(task), "run: python configs/memory.py"
         for name, hardware in memory.HARDWARE.items():
             figures = memory.expected(memory.merged(task, hardware))
-            assert figures["peak"] / 1e9 < 0.95 * CAPACITY[name], (task, name)
+            # a tenth is left for what the arithmetic does not have
+            assert figures["peak"] < 0.9 * CAPACITY[name] * 2**30, (task, name)
 
 
 def test_the_arithmetic_agrees_with_the_model(memory: ModuleType) -> None:

@@ -2,9 +2,9 @@
 
     python configs/memory.py          # rewrites the blocks; a test checks that they are up to date
 
-GB are 10^9 bytes, per GPU; a card's size is in GiB, so 24 are 25.8 GB and 80 are 85.9 GB. A step's peak is what
-stays all the time plus the larger of two phases: the rollout (keys and values, one prompt's prefill) and the
-learner (activations of one backward pass). The CUDA context, workspaces and fragmentation come on top.
+GB are 10^9 bytes, per GPU; a card's size is in GiB, so 24 are 25.8 GB and 80 are 85.9 GB. A step's peak is
+what stays all the time plus the larger of two phases: the rollout (keys and values, one prompt's prefill) and
+the learner (activations of one backward pass). The CUDA context, workspaces and fragmentation come on top.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shadowmask.bench.suites import SUITES, ratio
 from shadowmask.bench.workload import Workload
 from shadowmask.cli import main
 
@@ -29,24 +30,57 @@ def test_prints_ratios_and_writes_them_with_their_conditions(
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
 
 
+def test_a_row_is_made_up_of_its_two_measurements() -> None:
+    assert ratio("x", 3.04, 2.0) == ("x", "3.0 / 2.0 s", 1.52, "")
+    assert ratio("x", 0.0125, 0.05, "ms", "<= 1") == ("x", "12 / 50 ms", 0.25, "<= 1")
+    assert ratio("x", 5e8, 2e9, "GB").made_up_of == "0.50 / 2.00 GB"
+
+
+def test_suites_divide_the_right_way_round() -> None:
+    """Faster and smaller must look better: every case is given figures by hand."""
+    figures = {
+        "smd_step": {"seconds": 10.0, "rollout_seconds": 4.0, "learner_seconds": 6.0, "peak_bytes": 1e9}
+        | {"stage decode": 2.5},
+        "trl_step": {"seconds": 60.0, "rollout_seconds": 12.0, "learner_seconds": 48.0, "peak_bytes": 4e9},
+        "learner": {"packed_seconds": 8.0, "both_tracks_seconds": 10.0, "unpacked_seconds": 40.0}
+        | {"rollout_seconds": 12.0, "packed_peak_bytes": 4e8, "both_tracks_peak_bytes": 5e8},
+        "rollout_memory": {
+            "weights_bytes": 5e8,
+            "peak_bytes": 5.5e8,
+            "kv_bytes_peak": 5e8,
+            "kv_bytes_dense": 1e9,
+        },
+        "generate_memory": {"peak_bytes": 5.5e9},
+    }
+    ratios = {
+        name: [row.ratio for row in SUITES[name](Workload(), lambda case, **_: figures[case])]
+        for name in ("step", "learner", "memory")
+    }
+    assert ratios["step"] == [6.0, 3.0, 8.0, 0.25, 0.25]
+    assert ratios["learner"] == [5.0, 1.25, 1.1, 1.25]
+    assert ratios["memory"] == [1.05, 1.05, pytest.approx(0.1), 0.5]
+
+
 @pytest.mark.parametrize("what", [pytest.param("rollout", marks=pytest.mark.slow), "memory"])
-def test_every_row_names_what_its_ratio_is_made_up_of(
+def test_every_case_of_a_suite_is_measured(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "figures.json"
-    monkeypatch.setattr("shadowmask.commands.bench.LONG_PROMPT", 96)
-    monkeypatch.setattr("shadowmask.commands.bench.SHORT_PROMPT", 64)
+    monkeypatch.setattr("shadowmask.bench.suites.LONG_PROMPT", 96)
+    monkeypatch.setattr("shadowmask.bench.suites.SHORT_PROMPT", 64)
     assert main(["bench", what, *TINY, "--prompts", "2", "--threads", "1", "--save", str(target)]) == 0
-    rows = json.loads(target.read_text())["ratios"]
-    assert len(rows) >= 4
-    for row in rows:
-        assert row["ratio"] >= 0
-        assert "/" in row["made_up_of"]
+    saved = json.loads(target.read_text())
+    assert len(saved["ratios"]) == 4
+    for name, figures in saved["figures"].items():
+        assert all(value > 0 for value in figures.values()), name
+    for name, figures in saved["figures"].items():
+        if name.startswith("rollout"):
+            assert figures["kv_bytes_peak"] < figures["kv_bytes_unshared"] or "group_size=1" in name
 
 
 def test_scaling_draws_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweeps = {"prompt_length": (32,), "group_size": (2,), "compression_ratio": (0.0, 0.5)}
-    monkeypatch.setattr("shadowmask.commands.bench.SWEEPS", sweeps)
+    monkeypatch.setattr("shadowmask.bench.suites.SWEEPS", sweeps)
     monkeypatch.setattr("shadowmask.report.scaling.SWEEPS", sweeps)
     target = tmp_path / "scaling.json"
     assert main(["bench", "scaling", *TINY, "--threads", "1", "--save", str(target)]) == 0

@@ -144,6 +144,14 @@ def test_a_healthy_run_has_no_warnings(tmp_path):
     assert warnings_of(read_run(make_run(tmp_path / "run"))) == []
 
 
+@pytest.mark.parametrize(
+    ("method", "warned"), [("smd", True), ("shadow", True), ("naive", False), ("tis", False)]
+)
+def test_only_a_learner_that_replays_is_held_to_the_tolerance(tmp_path, method, warned):
+    folder = make_run(tmp_path / "run", changes={"method": method}, **{"sampling_gap/max": 5.0})
+    assert bool(warnings_of(read_run(folder))) == warned
+
+
 def test_a_run_that_evicted_nothing_is_told_so(tmp_path):
     for evictor, warned in (("SnapKV(budget=400)", True), ("DenseEvictor()", False)):
         folder = make_run(

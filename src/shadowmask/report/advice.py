@@ -6,6 +6,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+from shadowmask.corrections import get_method
 from shadowmask.report.runs import Run, tolerance_of
 
 CUT_SHARE = 0.9  # completions cut at the limit from which a reward says more about length than answers
@@ -21,6 +22,8 @@ def warnings_of(run: Run) -> list[str]:
 
 
 def _gap(run: Run) -> list[str]:
+    if not get_method(run.settings.get("method", "smd")).replays:
+        return []  # a dense learner: the gap is what the method corrects, not noise
     statistic, limit = tolerance_of(run.settings)
     rows = _have(run, f"sampling_gap/{statistic}")
     if not rows:

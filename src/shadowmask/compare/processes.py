@@ -1,7 +1,7 @@
 """One process per cell: a copy of this one where that is safe, else the command line started anew.
 
 Importing the libraries takes some ten seconds, which is a third of a pocket cell. A copy has them already,
-and shares nothing afterwards. It is safe as long as this process has only imported: no thread, no accelerator.
+and shares nothing afterwards. It is safe while this process has only imported: no thread, no accelerator.
 """
 
 from __future__ import annotations

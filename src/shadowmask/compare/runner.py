@@ -100,7 +100,7 @@ class _Pool:
         # of this process alone: a cell may outlive a comparison that was killed, and go on writing
         folder = self.output / "running" / f"{cell.name.replace('/', '~')}~{os.getpid()}"
         folder.parent.mkdir(parents=True, exist_ok=True)
-        settings = cell.settings | {"output_dir": str(folder), "eval_caches": self.suite.caches}
+        settings = cell.settings | {"output_dir": str(folder), "eval_caches": self.suite.eval_caches(cell)}
         log = folder.parent / f"{folder.name}.log"
         process = self.start(["train", *as_flags(settings | {"threads": self.threads})], log)
         self.running.append(Running(cell, process, folder, time.monotonic()))

@@ -39,7 +39,11 @@ def suite(workplace: Path, model_folder: Path) -> Path:
             "half": {"evictor": "random", "compression_ratio": 0.5},
             "most": {"evictor": "random", "compression_ratio": 0.7},
         },
-        "grid": [{"task": "own", "cache": "half", "arm": "smd", "seed": [0]}],
+        "grid": [
+            {"task": "own", "cache": "half", "arm": "smd", "seed": [0]},
+            {"task": "own", "cache": "most", "arm": "shadow", "seed": [0]},
+        ],
+        "matrix": ["smd"],
     }
     path = workplace / "small.yaml"
     path.write_text(yaml.safe_dump(content))
@@ -51,17 +55,18 @@ def test_a_real_cell_from_suite_to_table(
 ) -> None:
     assert main(["compare", str(suite), "--output", "out", "--jobs", "1"]) == 0
     said = capsys.readouterr().out
-    assert "[1/1] own/half/smd/seed0" in said and "1 of 1 cells finished" in said
+    assert "[1/2] own/half/smd/seed0" in said and "2 of 2 cells finished" in said
     stored = json.loads((workplace / "out/cells/own/half/smd/seed0.json").read_text())
-    assert stored["status"] == "done" and set(stored["after"]) == {"dense", "evicted", "half"}
-    assert stored["after"]["half"] == stored["after"]["evicted"], "the same cache under two names"
+    assert stored["status"] == "done" and set(stored["after"]) == {"dense", "half", "most"}
     assert max(value for _, value in stored["curves"]["sampling_gap/max"]) <= FLOAT32
+    other = json.loads((workplace / "out/cells/own/most/shadow/seed0.json").read_text())
+    assert set(other["after"]) == {"dense", "most"}, "only arms of the matrix see every cache"
     summary = json.loads((workplace / "out/summary.json").read_text())
     assert summary["rows"][0]["seeds"] == 1 and summary["versions"]["trl"]
     assert (workplace / "out/figures/learning_curves.png").is_file()
     assert main(["compare", str(suite), "--output", "out", "--jobs", "1"]) == 0
-    assert "[1/1]" not in capsys.readouterr().out, "it was run again"
-    assert (workplace / "out/log.jsonl").read_text().count("started") == 1
+    assert "[1/2]" not in capsys.readouterr().out, "it was run again"
+    assert (workplace / "out/log.jsonl").read_text().count("started") == 2
 
 
 @pytest.mark.parametrize(
@@ -103,7 +108,7 @@ def test_flags_that_are_none(suite: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_list_names_the_cells(suite: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", str(suite), "--list"]) == 0
-    assert capsys.readouterr().out.split() == ["own/half/smd/seed0"]
+    assert capsys.readouterr().out.split() == ["own/half/smd/seed0", "own/most/shadow/seed0"]
 
 
 @pytest.mark.parametrize("quick", [False, True])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import shadowmask.compare.processes as processes
 import shadowmask.compare.runner as runner
 
 # what a cell does hangs on its learning rate; a file counts how often it was started
@@ -36,7 +37,7 @@ found = {name: {"mean": base + seed / 100, "standard_error": 0.0, "prompts": 200
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working directory in which cells are fakes."""
     (tmp_path / "fake.py").write_text(FAKE)
-    monkeypatch.setattr(runner, "COMMAND", [sys.executable, str(tmp_path / "fake.py")])
+    monkeypatch.setattr(processes, "COMMAND", [sys.executable, str(tmp_path / "fake.py")])
     monkeypatch.setattr(runner, "POLL", 0.01)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -66,10 +66,11 @@ def test_a_killed_comparison_loses_the_running_cell_only(fake: Path) -> None:
     """The real signal to the real process; the cell that it was in is run again from its start."""
     code = (
         "import sys; sys.path[:0] = sys.argv[1:]\n"
+        "import shadowmask.compare.processes as p\n"
         "import shadowmask.compare.runner as r\n"
         "from compare_fakes import suite_of\n"
         "from pathlib import Path\n"
-        "r.COMMAND = [sys.executable, 'fake.py']\n"
+        "p.COMMAND = [sys.executable, 'fake.py']\n"
         "r.run_suite(suite_of({'smd': 'slow'}, seeds=1), Path('out'), 1, 1, print)\n"
     )
     here = [str(Path(__file__).parents[1]), *sys.path]

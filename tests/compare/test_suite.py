@@ -58,6 +58,16 @@ def test_quick_changes_what_it_says() -> None:
     assert next(c for c in suite.cells if c.task == "easy").settings["max_steps"] == 2
 
 
+def test_only_arms_of_the_matrix_are_evaluated_under_other_caches() -> None:
+    suite = make_suite(SUITE | {"matrix": ["dense"]}, "mine")
+    caches = {cell.name: set(suite.eval_caches(cell)) for cell in suite.cells}
+    assert caches["easy/dense/dense/seed0"] == {"snap", "rand"}
+    assert caches["easy/snap/smd/seed0"] == set()
+    every = make_suite(SUITE, "mine")
+    cell = next(cell for cell in every.cells if cell.name == "easy/snap/smd/seed0")
+    assert set(every.eval_caches(cell)) == {"rand"}, "its own is measured anyway"
+
+
 def test_every_method_is_an_arm() -> None:
     grid = [{"task": ["easy"], "cache": ["snap"], "arm": list(METHODS), "seed": [0]}]
     assert len(make_suite(SUITE | {"grid": grid}, "mine").cells) == len(METHODS)
@@ -95,6 +105,7 @@ def test_every_method_is_an_arm() -> None:
         ({"arms": {"a/b": {}}}, "must not be empty or contain '/'"),
         ({"train": [1]}, "train must be a mapping"),
         ({"trane": {}}, "key 'trane' is unknown; did you mean 'train'"),
+        ({"matrix": ["smdd"]}, "matrix: arm 'smdd' is unknown; did you mean 'smd'"),
         ({"baseline": "dnse"}, "baseline 'dnse' is unknown; did you mean 'dense'"),
     ],
 )

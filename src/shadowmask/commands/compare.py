@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from shadowmask.commands.errors import Interrupted, UserError
+from shadowmask.compare.processes import Fork, can_fork, fork, spawn
 from shadowmask.compare.runner import Outcome, as_flags, finished, run_suite
 from shadowmask.compare.suite import Suite, load_suite
 from shadowmask.report.run_folder import write_atomically
@@ -52,11 +53,15 @@ def main(argv: Sequence[str]) -> None:
     if args.report:
         report(suite, Outcome(finished(suite, output), {}), output)
         return
-    prepare(suite)
+    copies = can_fork()
+    if not copies:
+        prepare(suite)
+    elif Fork(lambda: prepare(suite)).wait():  # training here would start threads, which copies do not have
+        raise UserError("the pocket models could not be made; the lines above say why")
     threads = max(1, cores // jobs)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no cell is left running
     try:
-        outcome = run_suite(suite, output, jobs, threads, _say)
+        outcome = run_suite(suite, output, jobs, threads, _say, fork if copies else spawn)
     except KeyboardInterrupt as stop:
         again = shlex.join(["shadowmask", "compare", *argv])
         raise Interrupted(f"stopped; finished cells are in {output}; go on with: {again}") from stop
@@ -89,8 +94,8 @@ def check_cells(suite: Suite) -> None:
             raise UserError(f"cell {cell.name}: {error}") from error
 
 
-def prepare(suite: Suite) -> None:
-    """Build the pocket models that the cells use, once, instead of in several cells at a time."""
+def prepare(suite: Suite) -> int:
+    """Build the pocket models that the cells use, once, instead of in several cells at a time; returns 0."""
     from shadowmask.demo.pocket import POCKET_MODEL, pocket_model_path
     from shadowmask.tasks import get_task
 
@@ -102,6 +107,7 @@ def prepare(suite: Suite) -> None:
     for name, settings in map(json.loads, sorted(tasks)):
         path = pocket_model_path(get_task(name, **(settings or {})), progress=_show_pocket)
         _say(f"pocket model of task {name!r}: {path}")
+    return 0
 
 
 def _show_pocket(step: int, loss: float, accuracy: float) -> None:

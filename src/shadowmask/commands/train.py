@@ -35,6 +35,7 @@ from shadowmask.demo.model import load_saved
 from shadowmask.demo.pocket import POCKET_MODEL, pocket_model_path
 from shadowmask.demo.warmup import WarmupRecipe, warm_model_path
 from shadowmask.eviction import Evictor, evictor_from_settings, get_evictor
+from shadowmask.eviction.dense import DenseEvictor
 from shadowmask.models import base_model
 from shadowmask.report.plots import plot_run
 from shadowmask.report.progress import ProgressDisplay
@@ -121,6 +122,7 @@ class TrainArguments:
             "saved with their records for `shadowmask inspect`. 0: none."
         },
     )
+    plot: bool = field(default=True, metadata={"help": "Draw run.png at the end."})
     threads: int | None = field(default=None, metadata={"help": "CPU threads. Default: torch's choice."})
     resume: bool = field(default=False, metadata={"help": "Go on with the run in --output_dir."})
 
@@ -362,8 +364,11 @@ class Run:
         }
         if moment == "after":
             caches |= extra_caches(self.args.eval_caches)
-        result = {}
+        result: dict[str, Accuracy] = {}
         for name, (evictor, every) in caches.items():
+            if name == "evicted" and evictor.name == DenseEvictor.name:
+                result[name] = result["dense"]
+                continue
             self.display.say(f"held-out {self.data.metric} {moment} training, {name} cache ...")
             result[name] = self._accuracy(trainer, evictor, every)
         self.folder.write_json(path.name, {name: dataclasses.asdict(a) for name, a in result.items()})
@@ -392,7 +397,8 @@ class Run:
             return
         metrics = self.folder.read_metrics()
         marks = {name: (before[name].mean, after[name].mean) for name in before if name in after}
-        plot_run(metrics, self.folder.path / "run.png", accuracies=marks)
+        if self.args.plot:
+            plot_run(metrics, self.folder.path / "run.png", accuracies=marks)
         replays = get_method(self.config.method).replays
         for line in summary_lines(metrics, before, after, seconds, replays):
             self.display.say(line)

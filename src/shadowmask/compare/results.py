@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shadowmask.compare.suite import Cell
+from shadowmask.compare.suite import NO_CACHE, Cell
 from shadowmask.report.run_folder import read_records, write_atomically
 
 DONE, DIVERGED = "done", "diverged"
@@ -99,6 +99,10 @@ def collect(cell: Cell, folder: Path, status: str, seconds: float, note: str = "
     """Read a run folder down to what the comparison needs."""
     before, _ = _accuracies(folder / "accuracy_before.json")
     after, items = _accuracies(folder / "accuracy_after.json")
+    for accuracies in (before, after):
+        own = accuracies.pop("evicted", None)  # what a run calls the cache of its rollouts
+        if own is not None and cell.cache != NO_CACHE:
+            accuracies[cell.cache] = own
     metrics = read_records(folder / "metrics.jsonl")
     curves = {key: thin(metrics, key) for key in CURVES}
     return Result(

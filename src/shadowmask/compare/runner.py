@@ -12,8 +12,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shadowmask.compare.processes import Process, Start, spawn
 from shadowmask.compare.results import DIVERGED, DONE, Result, collect, diverged, read_result, write_result
 from shadowmask.compare.suite import Cell, Suite
 
@@ -33,7 +32,7 @@ class Running:
     """A cell and its process."""
 
     cell: Cell
-    process: subprocess.Popen[bytes]
+    process: Process
     folder: Path
     started: float
 
@@ -46,12 +45,13 @@ class Outcome:
     failed: dict[str, str]
 
 
-def run_suite(suite: Suite, output: Path, jobs: int, threads: int, say: Say) -> Outcome:
+def run_suite(suite: Suite, output: Path, jobs: int, threads: int, say: Say, start: Start = spawn) -> Outcome:
     """Run what is not finished and return all results.
 
     Args:
         jobs: cells at one time.
         threads: CPU threads of each.
+        start: how a cell's process is started.
 
     Raises:
         ValueError: a finished cell was made with other settings, or another process runs this suite.
@@ -63,7 +63,7 @@ def run_suite(suite: Suite, output: Path, jobs: int, threads: int, say: Say) -> 
         with _only_one(output):
             shutil.rmtree(output / "running", ignore_errors=True)  # of a process that was killed
             say(f"{len(suite.cells)} cells, {len(suite.cells) - len(waiting)} finished, {jobs} at a time")
-            failed = _Pool(suite, output, jobs, threads, say).run(waiting)
+            failed = _Pool(suite, output, jobs, threads, say, start).run(waiting)
     return Outcome(finished(suite, output), failed)
 
 
@@ -74,7 +74,8 @@ def finished(suite: Suite, output: Path) -> list[Result]:
 
 
 class _Pool:
-    def __init__(self, suite: Suite, output: Path, jobs: int, threads: int, say: Say) -> None:
+    def __init__(self, suite: Suite, output: Path, jobs: int, threads: int, say: Say, start: Start) -> None:
+        self.start = start
         self.suite, self.output, self.jobs, self.threads, self.say = suite, output, jobs, threads, say
         self.running: list[Running] = []
         self.failed: dict[str, str] = {}
@@ -99,17 +100,9 @@ class _Pool:
         # of this process alone: a cell may outlive a comparison that was killed, and go on writing
         folder = self.output / "running" / f"{cell.name.replace('/', '~')}~{os.getpid()}"
         folder.parent.mkdir(parents=True, exist_ok=True)
-        settings = cell.settings | {"output_dir": str(folder), "eval_caches": self.suite.caches}
-        environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
-        with (folder.parent / f"{folder.name}.log").open("wb") as log:
-            process = subprocess.Popen(
-                [*COMMAND, "train", *as_flags(settings | {"threads": self.threads})],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,  # Ctrl-C is ours to handle
-            )
+        settings = cell.settings | {"output_dir": str(folder), "eval_caches": self.suite.eval_caches(cell)}
+        log = folder.parent / f"{folder.name}.log"
+        process = self.start(["train", *as_flags(settings | {"threads": self.threads})], log)
         self.running.append(Running(cell, process, folder, time.monotonic()))
         self._log(cell, "started")
 
@@ -148,9 +141,6 @@ class _Pool:
         row |= {} if seconds is None else {"seconds": round(seconds, 1)}
         with (self.output / "log.jsonl").open("a") as file:
             file.write(json.dumps(row | more) + "\n")
-
-
-COMMAND = [sys.executable, "-m", "shadowmask.cli"]
 
 
 def as_flags(settings: dict[str, Any]) -> list[str]:

@@ -10,8 +10,8 @@
     quick: {seeds: [0], train: {max_steps: 10}}                   # what --quick changes
 
 A cell is one value of every axis. Blocks of the grid may overlap: a cell runs once. An arm that evicts
-nothing while training (`dense`) is one cell for all caches. Every trained model is evaluated dense, under its
-own cache and under all caches of the suite.
+nothing while training (`dense`) is one cell for all caches. Every trained model is evaluated dense and under
+its own cache; those of the arms in `matrix` (default: all arms) under every cache of the suite.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import yaml
 from shadowmask.corrections import METHODS
 
 AXES = ("task", "cache", "arm", "seed")
-KEYS = ("name", "train", "tasks", "caches", "arms", "grid", "quick", "baseline", "about")
+KEYS = ("name", "train", "tasks", "caches", "arms", "grid", "quick", "baseline", "matrix")
 QUICK_KEYS = ("train", "seeds", "arms", "caches", "tasks")
 NO_CACHE = "dense"
 CACHE_KEYS = ("evictor", "budget", "compression_ratio", "evict_every", "evictor_kwargs")
@@ -63,6 +63,13 @@ class Suite:
     cells: tuple[Cell, ...]
     caches: dict[str, Settings]
     baseline: str
+    matrix: tuple[str, ...]
+
+    def eval_caches(self, cell: Cell) -> dict[str, Settings]:
+        """Caches that the cell's model is evaluated under, besides none and its own."""
+        if cell.arm not in self.matrix:
+            return {}
+        return {name: settings for name, settings in self.caches.items() if name != cell.cache}
 
     def order(self, axis: str) -> list[Any]:
         """The values of an axis in the order of the suite."""
@@ -111,12 +118,16 @@ def make_suite(content: Any, name: str, quick: bool = False) -> Suite:
     baseline = suite.get("baseline", "dense")
     if baseline not in arms:
         raise SuiteError(_unknown("baseline", baseline, arms))
+    matrix = suite.get("matrix", list(arms))
+    for arm in matrix if isinstance(matrix, list) else [matrix]:
+        if arm not in arms:
+            raise SuiteError(_unknown("matrix: arm", arm, arms))
     # seeds outermost: a suite that is stopped half-way has whole comparisons of the first seeds
     ordered = sorted(cells.values(), key=lambda cell: cell.seed)
     used = {cell.cache for cell in ordered}
     common = {key: train[key] for key in CACHE_KEYS if key in train}
     caches = {cache: common | settings for cache, settings in named["cache"].items() if cache in used}
-    return Suite(str(suite.get("name", name)), tuple(ordered), caches, baseline)
+    return Suite(str(suite.get("name", name)), tuple(ordered), caches, baseline, tuple(matrix))
 
 
 def _places(

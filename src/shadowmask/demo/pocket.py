@@ -53,7 +53,7 @@ class PocketRecipe:
     learning_rate: float = 1e-3
     warmup_steps: int = 100
     first_facts: int = 3  # the curriculum starts here ...
-    curriculum_steps: int = 600  # ... and reaches the task's own number after so many steps
+    curriculum_steps: int = 1000  # ... and reaches the task's own number after so many steps
     stop_at: float = 0.7  # held-out accuracy
     check_every: int = 20
     check_rows: int = 256

@@ -74,7 +74,10 @@ def test_a_real_cell_from_suite_to_table(
     [
         ({"grid": []}, "the grid is empty"),
         ({"grid": [{"task": "own", "cache": "half", "arm": "nave", "seed": [0]}]}, "did you mean 'naive'"),
-        ({"caches": {"half": {"evictor": "rndom"}}}, "cell own/half/smd/seed0: unknown evictor 'rndom'"),
+        (
+            {"caches": {"half": {"evictor": "rndom"}, "most": {"evictor": "random"}}},
+            "cell own/half/smd/seed0: unknown evictor 'rndom'",
+        ),
         ({"arms": {"smd": {"method": "smd", "kl_cap": -1.0}}}, "kl_cap=-1.0 must be positive"),
         ({"train": {"lerning_rate": 0.1}}, "unknown setting --lerning_rate"),
     ],

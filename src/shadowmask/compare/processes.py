@@ -14,11 +14,12 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 COMMAND = [sys.executable, "-m", "shadowmask.cli"]
 
 
+@runtime_checkable
 class Process(Protocol):
     """What the runner asks of a cell's process."""
 
@@ -99,6 +100,8 @@ def _run_and_exit(function: Callable[[], int], log: Path | None) -> None:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(target, 1)
             os.dup2(target, 2)
+            # whatever stood there before may write elsewhere
+            sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
         code = function()
     except BaseException:
         traceback.print_exc()

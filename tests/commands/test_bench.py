@@ -51,17 +51,27 @@ def test_suites_divide_the_right_way_round() -> None:
             "kv_bytes_dense": 1e9,
         },
         "generate_memory": {"peak_bytes": 5.5e9},
+        "slicing": {"cache_bytes": 1e9, "evict_copy_peak_bytes": 5e8, "evict_by_layer_peak_bytes": 1e8}
+        | {"sliced_peak_bytes": 1e9, "sliced_seconds": 30.0},
     }
     ratios = {
         name: [row.ratio for row in SUITES[name](Workload(), lambda case, **_: figures[case])]
-        for name in ("step", "learner", "memory")
+        for name in ("step", "learner", "memory", "slicing")
     }
     assert ratios["step"] == [6.0, 3.0, 8.0, 0.25, 0.25]
     assert ratios["learner"] == [5.0, 1.25, 1.1, 1.25]
+    assert ratios["slicing"] == [1.5, 1.1, 0.5, 0.5, 3.0]
     assert ratios["memory"] == [1.05, 1.05, pytest.approx(0.1), 0.5]
 
 
-@pytest.mark.parametrize("what", [pytest.param("rollout", marks=pytest.mark.slow), "memory"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param("rollout", marks=pytest.mark.slow),
+        pytest.param("slicing", marks=pytest.mark.slow),
+        "memory",
+    ],
+)
 def test_every_case_of_a_suite_is_measured(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,7 +80,7 @@ def test_every_case_of_a_suite_is_measured(
     monkeypatch.setattr("shadowmask.bench.suites.SHORT_PROMPT", 64)
     assert main(["bench", what, *TINY, "--prompts", "2", "--threads", "1", "--save", str(target)]) == 0
     saved = json.loads(target.read_text())
-    assert len(saved["ratios"]) == 4
+    assert len(saved["ratios"]) == (5 if what == "slicing" else 4)
     for name, figures in saved["figures"].items():
         assert all(value > 0 for value in figures.values()), name
     for name, figures in saved["figures"].items():

@@ -296,6 +296,47 @@ def rollout_memory(workload: Workload) -> Result:
     }
 
 
+# -- eviction and learner by slicing tensors --------------------------------------------------------
+
+
+def slicing(workload: Workload) -> Result:
+    """Peaks of evicting a dense cache by gathering what stays, and of a learner that does the same."""
+    from shadowmask import RolloutEngine, get_evictor
+    from shadowmask.bench import slicing as by
+
+    model = make_model(workload.shape)
+    evictor = get_evictor("snapkv", compression_ratio=workload.compression_ratio)
+    engine = RolloutEngine(model, None, evictor)
+    batch = engine.generate(
+        make_prompts(workload), workload.group_size, workload.completion_length, stop_token_ids=[]
+    )
+    prompt = torch.tensor(batch.prompts_per_completion[0])
+    keep = by.kept_keys(batch.shadow[0].evicted_at, len(prompt))
+    result: Result = {}
+    for name in ("evict_copy", "evict_by_layer"):
+        cache = by.make_cache(model, len(prompt), workload.group_size)
+        result["cache_bytes"] = float(sum(t.numel() * t.element_size() for layer in cache for t in layer))
+        with Peak() as peak:
+            cache = getattr(by, name)(cache, keep)
+        result[f"{name}_peak_bytes"] = peak.bytes
+        del cache
+
+    def learn(number: int) -> None:
+        completion = torch.tensor(batch.completion_ids[number])
+        logprobs, student = by.sliced_logprobs(model, prompt, completion, keep)
+        teacher = by.dense_distribution(model, prompt, completion)
+        kl = (teacher.exp() * (teacher - student)).sum(-1)
+        (-logprobs.mean() + 0.1 * kl.mean()).backward()
+
+    model.train()
+    learn(0)  # allocations and gradients
+    with Peak() as peak, clock(result, "sliced_seconds"):
+        for number in range(len(batch.completion_ids)):
+            learn(number)
+    result["sliced_peak_bytes"] = peak.bytes
+    return result
+
+
 def scaling_point(workload: Workload) -> Result:
     """Everything at one point of a sweep: generate, our rollout, the learner unpacked and packed, bytes."""
     from shadowmask import RolloutEngine, get_evictor
@@ -348,6 +389,7 @@ CASES: dict[str, Callable[[Workload], Result]] = {
         generate_memory,
         rollout,
         rollout_memory,
+        slicing,
         scaling_point,
         decode,
     )

@@ -138,6 +138,28 @@ def memory(workload: Workload, measure: Measure) -> list[Row]:
     ]
 
 
+def slicing(workload: Workload, measure: Measure) -> list[Row]:
+    """What our eviction and replay cost beside gathering the kept keys into new tensors."""
+    apart, ours, held = measure("slicing"), measure("learner"), measure("rollout_memory")
+    dense = apart["cache_bytes"]
+
+    def evicted(what: str, extra: float) -> Row:
+        return ratio(f"{what}, peak of the cache / dense cache", dense + extra, dense, "MB")
+
+    return [
+        evicted("evict into a whole new cache", apart["evict_copy_peak_bytes"]),
+        evicted("evict layer by layer", apart["evict_by_layer_peak_bytes"]),
+        ratio("ours: rollout's KV at its peak / dense cache", held["kv_bytes_peak"], dense, "MB"),
+        ratio(
+            "learner above weights, by replay / by slicing",
+            ours["both_tracks_peak_bytes"],
+            apart["sliced_peak_bytes"],
+            "MB",
+        ),
+        ratio("learner, by slicing / by replay", apart["sliced_seconds"], ours["both_tracks_seconds"]),
+    ]
+
+
 def scaling(workload: Workload, measure: Measure) -> list[Row]:
     """One process per point; the rows are generate / ours, unpacked / packed and ours / dense bytes."""
     rows: list[Row] = []
@@ -161,5 +183,5 @@ def scaling(workload: Workload, measure: Measure) -> list[Row]:
 
 
 SUITES: dict[str, Callable[[Workload, Measure], list[Row]]] = {
-    suite.__name__: suite for suite in (step, learner, rollout, memory, scaling)
+    suite.__name__: suite for suite in (step, learner, rollout, memory, slicing, scaling)
 }

@@ -31,6 +31,7 @@ ABOUT = """Measure against stock TRL, transformers' generate and our own unpacke
   shadowmask bench learner   packed against unpacked, both tracks against one
   shadowmask bench rollout   an evicted rollout against model.generate; a decode step at two prompt lengths
   shadowmask bench memory    bytes at the peak of each stage, against the formula and against peers
+  shadowmask bench slicing   eviction and learner written plainly, kept keys gathered, against ours
   shadowmask bench scaling   all of it over prompt length, group size and compression, with a picture"""
 
 
@@ -38,7 +39,9 @@ ABOUT = """Measure against stock TRL, transformers' generate and our own unpacke
 class BenchArguments:
     """The workload. Lengths are in tokens."""
 
-    what: str = field(default="step", metadata={"help": "step, learner, rollout, memory or scaling."})
+    what: str = field(
+        default="step", metadata={"help": "step, learner, rollout, memory, slicing or scaling."}
+    )
     shape: str | None = field(
         default=None,
         metadata={"help": f"Model shape: {', '.join(SHAPES)}. Default 135m; scaling: 30m."},

@@ -60,9 +60,9 @@ def draw_all(suite: Suite, results: Sequence[Result], folder: Path) -> list[Path
 
 
 def _grid(count: int) -> Figure:
-    columns = min(count, 4)
+    columns = min(count, 2)
     rows = -(-count // columns)
-    figure = Figure(figsize=(4.2 * columns, 3.4 * rows), layout="constrained")
+    figure = Figure(figsize=(5.8 * columns, 2.9 * rows + 0.6), layout="constrained")
     figure.subplots(rows, columns, squeeze=False)
     return figure
 
@@ -71,10 +71,16 @@ def _finish(figure: Figure, panels: Sequence[Panel], path: Path) -> Path:
     for axes, (task, cache) in zip(figure.axes, panels, strict=False):
         axes.set_title(f"{task}, {cache}", fontsize="medium")
         axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize="xx-small")
     for axes in figure.axes[len(panels) :]:
         axes.set_visible(False)
+    handles = {}  # one legend for all panels, below them
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    if handles:
+        figure.legend(
+            handles.values(), handles.keys(), loc="outside lower center", ncols=9, fontsize="x-small"
+        )
     save(figure, path)
     return path
 
@@ -96,7 +102,7 @@ def _curves(axes: Axes, suite: Suite, results: Sequence[Result], panel: Panel, k
             spread = [statistics.stdev(v) for v in values]
             low = [m - s for m, s in zip(means, spread, strict=True)]
             high = [m + s for m, s in zip(means, spread, strict=True)]
-            axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+            axes.fill_between(steps, low, high, color=colour, alpha=0.1, linewidth=0)
 
 
 def _points(result: Result, key: str) -> dict[int, float]:
@@ -111,12 +117,13 @@ def _bars(axes: Axes, suite: Suite, results: Sequence[Result], panel: Panel) -> 
         for arm in suite.order("arm")
         if (mine := select(results, task, cache, arm) or select(results, task, NO_CACHE, arm))
     ]
+    labels = "evaluated under the training cache", "evaluated dense"
     for offset, (name, colour) in enumerate(((cache, "#1b3a6b"), (DENSE, "#e08214"))):
         for place, (_, mine) in enumerate(arms):
             values = list(by_seed(mine, name).values())
             if values:
                 x = place + 0.4 * offset - 0.2
-                label = None if place else ("under the training cache", "dense")[offset]
+                label = None if place else labels[offset]
                 axes.bar(x, statistics.fmean(values), 0.38, color=colour, alpha=0.6, label=label)
                 axes.plot([x] * len(values), values, ".", color="black", markersize=3)
     axes.set_xticks(range(len(arms)), [arm for arm, _ in arms], rotation=60, ha="right", fontsize="x-small")

@@ -106,6 +106,9 @@ def test_every_method_is_an_arm() -> None:
         ({"train": [1]}, "train must be a mapping"),
         ({"trane": {}}, "key 'trane' is unknown; did you mean 'train'"),
         ({"matrix": ["smdd"]}, "matrix: arm 'smdd' is unknown; did you mean 'smd'"),
+        ({"pairs": [["smd"]]}, "pairs: ['smd'] must be a list of two arms"),
+        ({"pairs": "smd"}, "pairs: 'smd' must be a list of two arms"),
+        ({"pairs": [["smd", "nave"]]}, "pairs: arm 'nave' is unknown; did you mean 'naive'"),
         ({"baseline": "dnse"}, "baseline 'dnse' is unknown; did you mean 'dense'"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from compare_fakes import suite_of
 from shadowmask.compare.figures import draw_all
 from shadowmask.compare.results import DIVERGED, Result
 from shadowmask.compare.statistics import paired_difference, summarise
-from shadowmask.compare.tables import as_json, as_markdown, make_rows
+from shadowmask.compare.tables import as_json, as_markdown, make_pairs, make_rows
 from tolerances import HAND_COMPUTED
 
 
@@ -82,6 +83,19 @@ def test_a_diverged_seed_counts_as_zero_and_is_named() -> None:
     found = as_json(suite_of(), RESULTS, {"t/c/x/seed0": "on fire"})
     assert found["diverged"] == ["t/c/smd/seed2"] and found["failed"] == {"t/c/x/seed0": "on fire"}
     json.dumps(found, allow_nan=False)
+
+
+def test_pairs_compare_arms_of_one_cache() -> None:
+    suite = dataclasses.replace(suite_of(), pairs=(("smd", "naive"), ("smd", "dense"), ("naive", "smd")))
+    rows = {(row.arm, row.other): row for row in make_pairs(suite, RESULTS)}
+    assert ("smd", "dense") not in rows, "trained under another cache: that is the baseline's column"
+    forth, back = rows["smd", "naive"], rows["naive", "smd"]
+    assert forth.own is not None and back.own is not None and forth.dense is not None
+    assert forth.own.mean == pytest.approx((0.2 + 0.4 - 0.4) / 3, abs=HAND_COMPUTED)
+    assert forth.dense.mean == pytest.approx((0.1 + 0.1 - 0.8) / 3, abs=HAND_COMPUTED)
+    assert back.own.mean == pytest.approx(-forth.own.mean, abs=HAND_COMPUTED)
+    assert "| smd - naive | c | +0.067 [-0.400, +0.400] |" in as_markdown(suite, RESULTS, {})
+    assert len(as_json(suite, RESULTS, {})["pairs"]) == 2
 
 
 def test_the_page_says_it_all() -> None:

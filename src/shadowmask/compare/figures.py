@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -73,13 +74,13 @@ def _finish(figure: Figure, panels: Sequence[Panel], path: Path) -> Path:
         axes.grid(alpha=0.3)
     for axes in figure.axes[len(panels) :]:
         axes.set_visible(False)
-    handles = {}  # one legend for all panels, below them
+    handles: dict[str, Artist] = {}  # one legend for all panels, below them
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
+            handles.setdefault(str(label), handle)
     if handles:
         figure.legend(
-            handles.values(), handles.keys(), loc="outside lower center", ncols=9, fontsize="x-small"
+            list(handles.values()), list(handles), loc="outside lower center", ncols=9, fontsize="x-small"
         )
     save(figure, path)
     return path

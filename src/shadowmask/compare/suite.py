@@ -11,7 +11,8 @@
 
 A cell is one value of every axis. Blocks of the grid may overlap: a cell runs once. An arm that evicts
 nothing while training (`dense`) is one cell for all caches. Every trained model is evaluated dense and under
-its own cache; those of the arms in `matrix` (default: all arms) under every cache of the suite.
+its own cache; those of the arms in `matrix` (default: all arms) under every cache of the suite. The table
+gives differences to the `baseline` (default: dense) and those of `pairs: [[smd, shadow], ...]`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import yaml
 from shadowmask.corrections import METHODS
 
 AXES = ("task", "cache", "arm", "seed")
-KEYS = ("name", "train", "tasks", "caches", "arms", "grid", "quick", "baseline", "matrix")
+KEYS = ("name", "train", "tasks", "caches", "arms", "grid", "quick", "baseline", "matrix", "pairs")
 QUICK_KEYS = ("train", "seeds", "arms", "caches", "tasks")
 NO_CACHE = "dense"
 CACHE_KEYS = ("evictor", "budget", "compression_ratio", "evict_every", "evictor_kwargs")
@@ -64,6 +65,7 @@ class Suite:
     caches: dict[str, Settings]
     baseline: str
     matrix: tuple[str, ...]
+    pairs: tuple[tuple[str, str], ...] = ()
 
     def eval_caches(self, cell: Cell) -> dict[str, Settings]:
         """Caches that the cell's model is evaluated under, besides none and its own."""
@@ -122,12 +124,23 @@ def make_suite(content: Any, name: str, quick: bool = False) -> Suite:
     for arm in matrix if isinstance(matrix, list) else [matrix]:
         if arm not in arms:
             raise SuiteError(_unknown("matrix: arm", arm, arms))
+    pairs = _pairs(suite.get("pairs") or [], arms)
     # seeds outermost: a suite that is stopped half-way has whole comparisons of the first seeds
     ordered = sorted(cells.values(), key=lambda cell: cell.seed)
     used = {cell.cache for cell in ordered}
     common = {key: train[key] for key in CACHE_KEYS if key in train}
     caches = {cache: common | settings for cache, settings in named["cache"].items() if cache in used}
-    return Suite(str(suite.get("name", name)), tuple(ordered), caches, baseline, tuple(matrix))
+    return Suite(str(suite.get("name", name)), tuple(ordered), caches, baseline, tuple(matrix), pairs)
+
+
+def _pairs(given: Any, arms: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    for pair in given if isinstance(given, list) else [given]:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise SuiteError(f"pairs: {pair!r} must be a list of two arms")
+        for arm in pair:
+            if arm not in arms:
+                raise SuiteError(_unknown("pairs: arm", arm, arms))
+    return tuple((one, other) for one, other in given)
 
 
 def _places(

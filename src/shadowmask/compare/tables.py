@@ -101,6 +101,33 @@ def _last(results: Sequence[Result], key: str) -> float | None:
     return sum(ends) / len(ends) if ends else None
 
 
+@dataclass(frozen=True)
+class PairRow:
+    """One arm minus another that was trained under the same cache, paired by seed."""
+
+    task: str
+    cache: str
+    arm: str
+    other: str
+    own: Difference | None
+    dense: Difference | None
+
+
+def make_pairs(suite: Suite, results: Sequence[Result]) -> list[PairRow]:
+    """The pairs that the suite asks for, where both arms have results."""
+    return [
+        PairRow(
+            *(task, cache, arm, other),
+            own=paired_difference(by_seed(ours, own_cache(ours[0])), by_seed(theirs, own_cache(ours[0]))),
+            dense=paired_difference(by_seed(ours, DENSE), by_seed(theirs, DENSE)),
+        )
+        for task in suite.order("task")
+        for arm, other in suite.pairs
+        for cache in suite.order("cache")
+        if (ours := select(results, task, cache, arm)) and (theirs := select(results, task, cache, other))
+    ]
+
+
 def matrix(suite: Suite, results: Sequence[Result], task: str) -> list[dict[str, Any]]:
     """Train-cache x eval-cache: mean accuracy of every arm under every cache of the suite."""
     rows = []
@@ -127,6 +154,7 @@ def as_json(suite: Suite, results: Sequence[Result], failed: Mapping[str, str]) 
         "failed": dict(failed),
         "baseline": suite.baseline,
         "rows": [dataclasses.asdict(row) for row in make_rows(suite, results)],
+        "pairs": [dataclasses.asdict(row) for row in make_pairs(suite, results)],
         "matrix": {task: matrix(suite, results, task) for task in suite.order("task")},
         "seconds": round(sum(result.seconds for result in results), 1),
     }
@@ -146,9 +174,10 @@ def as_markdown(suite: Suite, results: Sequence[Result], failed: Mapping[str, st
         "",
     ]
     lines += [f"- failed: `{name}`: {error}" for name, error in failed.items()]
-    rows = make_rows(suite, results)
+    rows, pairs = make_rows(suite, results), make_pairs(suite, results)
     for task in suite.order("task"):
         lines += [f"## {task}", "", *_table([row for row in rows if row.task == task], suite.baseline), ""]
+        lines += _pair_lines([row for row in pairs if row.task == task])
         lines += _matrix_lines(suite, matrix(suite, results, task))
     return "\n".join(lines).rstrip() + "\n"
 
@@ -175,6 +204,21 @@ def _table(rows: Sequence[Row], baseline: str) -> list[str]:
         )
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _pair_lines(rows: Sequence[PairRow]) -> list[str]:
+    if not rows:
+        return []
+    lines = [
+        "One arm minus another, paired by seed:",
+        "",
+        "| difference | training cache | own cache | dense cache |",
+        f"|{'---|' * 4}",
+    ]
+    for row in rows:
+        own, dense = _difference(row.own), _difference(row.dense)
+        lines.append(f"| {row.arm} - {row.other} | {row.cache} | {own} | {dense} |")
+    return [*lines, ""]
 
 
 def _matrix_lines(suite: Suite, rows: Sequence[Mapping[str, Any]]) -> list[str]:

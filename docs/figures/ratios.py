@@ -81,8 +81,9 @@ def draw(found: dict[str, Any]) -> None:
     ):
         lengths = range(1, len(learners["dense"]["ess"]) + 1)
         variance.plot(lengths, learners["dense"]["variance"], color=colour, label=f"{name}, dense learner")
-        ess.plot(lengths, learners["dense"]["ess"], color=colour)
-        ess.plot(lengths, learners["shadow"]["ess"], "--", color=colour, label=f"{name}, replaying learner")
+        ess.plot(lengths, learners["dense"]["ess"], color=colour, label=f"{name}, dense learner")
+        replayed = None if name != EVICTORS[0] else "replaying learner, all three"
+        ess.plot(lengths, learners["shadow"]["ess"], "--", color="black", linewidth=1, label=replayed)
     ess.set(yscale="log", xlabel="length of the prefix (tokens)", ylabel="effective share of completions")
     ess.axhline(1 / found["completions"], color="#999999", linewidth=0.8)
     ess.text(1, 1.08 / found["completions"], "one completion", fontsize="x-small", color="#666666")

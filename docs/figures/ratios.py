@@ -86,7 +86,14 @@ def draw(found: dict[str, Any]) -> None:
         ess.plot(lengths, learners["shadow"]["ess"], "--", color="black", linewidth=1, label=replayed)
     ess.set(yscale="log", xlabel="length of the prefix (tokens)", ylabel="effective share of completions")
     ess.axhline(1 / found["completions"], color="#999999", linewidth=0.8)
-    ess.text(1, 1.08 / found["completions"], "one completion", fontsize="x-small", color="#666666")
+    ess.text(
+        NEW_TOKENS,
+        1.08 / found["completions"],
+        "one completion",
+        ha="right",
+        fontsize="x-small",
+        color="#666666",
+    )
     variance.set(xlabel="length of the prefix (tokens)", ylabel="variance of log ratio (nats$^2$)")
     for axes in (variance, ess):
         axes.grid(alpha=0.3)

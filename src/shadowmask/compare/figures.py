@@ -24,6 +24,7 @@ LINES = ("-", "--", "-.", ":")
 CURVES = {
     "learning_curves": ("reward", "sampled reward, training cache", False),
     "agreement": ("information_gap/agreement_p5", "agreement with dense, 5th percentile", False),
+    "entropy": ("entropy", "entropy of the sampled policy (nats)", False),
     "gradient_noise": ("gradient/group_noise", "gradient variance over groups / signal", True),
     "rejection": ("correction/rejected_fraction", "share of tokens rejected", False),
     "off_policy": ("off_policy/ess", "effective sample size of raw ratios", False),

@@ -72,6 +72,11 @@ def select(results: Iterable[Result], task: str, cache: str | None, arm: str) ->
     return sorted(found, key=lambda result: result.seed)
 
 
+def rival(results: Sequence[Result], task: str, cache: str, arm: str) -> list[Result]:
+    """The seeds that an arm is compared with: trained under the same cache, or under none."""
+    return select(results, task, cache, arm) or select(results, task, NO_CACHE, arm)
+
+
 def by_seed(results: Iterable[Result], cache: str) -> dict[int, float]:
     """Accuracy under an evaluation cache, for the seeds that have it."""
     values = {result.seed: accuracy(result, cache) for result in results}
@@ -80,8 +85,7 @@ def by_seed(results: Iterable[Result], cache: str) -> dict[int, float]:
 
 def _row(task: str, cache: str, arm: str, suite: Suite, results: Sequence[Result]) -> Row:
     mine = select(results, task, cache, arm)
-    # the baseline was trained under the same cache, or under none
-    theirs = select(results, task, cache, suite.baseline) or select(results, task, NO_CACHE, suite.baseline)
+    theirs = rival(results, task, cache, suite.baseline)
     own = own_cache(mine[0])
     is_baseline = arm == suite.baseline
     return Row(
@@ -103,7 +107,7 @@ def _last(results: Sequence[Result], key: str) -> float | None:
 
 @dataclass(frozen=True)
 class PairRow:
-    """One arm minus another that was trained under the same cache, paired by seed."""
+    """One arm minus another that was trained under the same cache or under none, paired by seed."""
 
     task: str
     cache: str
@@ -124,7 +128,7 @@ def make_pairs(suite: Suite, results: Sequence[Result]) -> list[PairRow]:
         for task in suite.order("task")
         for arm, other in suite.pairs
         for cache in suite.order("cache")
-        if (ours := select(results, task, cache, arm)) and (theirs := select(results, task, cache, other))
+        if (ours := select(results, task, cache, arm)) and (theirs := rival(results, task, cache, other))
     ]
 
 

@@ -28,7 +28,7 @@ def make_plan(sizes: list[int], evict_every: int | None) -> CachePlan:
 
 
 def needed(plan: CachePlan, cache: type[KVCache]) -> int:
-    return cache.slots_needed(plan) * sum(LAYERS) + plan.longest_prompt * max(LAYERS)
+    return cache.bytes_needed(plan, LAYERS) + plan.longest_prompt * max(LAYERS)
 
 
 @given(SIZES, st.integers(1, 20_000), st.booleans())

@@ -216,6 +216,12 @@ def make_evictor(name: str, budget: int = BUDGET, **settings: Any) -> Evictor:
     return get_evictor(name, budget=budget, **settings)
 
 
+def layer_budgets(name: str, prompt: int, evict_every: int | None, layers: int = 2) -> list[int]:
+    """Keys that stay per KV head in each layer of a tiny rollout, for a prompt of that many tokens."""
+    longest = prompt if evict_every is None else prompt + MAX_NEW_TOKENS
+    return list(make_evictor(name).layer_budgets(BUDGET, longest, layers)) or [BUDGET] * layers
+
+
 def rollout(
     model: PreTrainedModel,
     evictor: str | Evictor = "snapkv",

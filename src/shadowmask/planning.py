@@ -41,21 +41,24 @@ def plan_cache(
     Args:
         sizes: completions of each prompt.
     """
-    kept = [prompt.kept for prompt in prompts]
+    kept = [prompt.kept for prompt in prompts]  # by layer, or one number for all
     longest = max(prompt.length for prompt in prompts)
-    grown = [k + max_new_tokens for k in kept]
+    grown = [[n + max_new_tokens for n in by_layer] for by_layer in kept]
     if evict_every is not None:
-        grown = [min(n, p.budget + evict_every) for n, p in zip(grown, prompts, strict=True)]
+        grown = [
+            [min(n, budget + evict_every) for n, budget in zip(by_layer, prompt.budgets, strict=True)]
+            for by_layer, prompt in zip(grown, prompts, strict=True)
+        ]
     return CachePlan(
         rows=sum(sizes),
         prompts=len(prompts),
         group=max(sizes),
-        kept=max(kept),
+        kept=tuple(map(max, *kept)) if len(kept) > 1 else kept[0],
         new_tokens=max(max_new_tokens - 1, 1),  # the last token of a completion is never fed
-        slots=max(grown),
+        slots=tuple(map(max, *grown)) if len(grown) > 1 else tuple(grown[0]),
         tokens=longest + max_new_tokens,
         longest_prompt=longest,
-        ragged_prompts=min(kept) != max(kept),
+        ragged_prompts=len(set(kept)) > 1,
         waiting=False,
         observation_window=evictor.observation_window,
         accumulates_attention=evictor.accumulates_attention,
@@ -86,8 +89,7 @@ def fit_memory(
         return replace(plan, rows=rows, prompts=held, group=min(plan.group, rows), waiting=waiting)
 
     def needed(candidate: CachePlan) -> int:
-        slots = cache.slots_needed(candidate) * sum(bytes_of_layer)
-        return slots + candidate.longest_prompt * max(bytes_of_layer)
+        return cache.bytes_needed(candidate, bytes_of_layer) + candidate.longest_prompt * max(bytes_of_layer)
 
     def fits(rows: int) -> bool:
         return needed(candidate(rows)) <= kv_memory_limit

@@ -141,10 +141,12 @@ class RolloutEngine:
             evict_every=self.evict_every,
             static_shapes=self._compiles(max_new_tokens),
         )
-        sampler = self._make_sampler(self._distinct(prompt_ids, sizes, seed), settings)
+        sampler = self._make_sampler(self._distinct(prompt_ids, sizes, seed, max_new_tokens), settings)
         return _collect(sampler, prompt_ids, sizes)
 
-    def _distinct(self, prompt_ids: list[list[int]], sizes: list[int], seed: int) -> list[Prompt]:
+    def _distinct(
+        self, prompt_ids: list[list[int]], sizes: list[int], seed: int, max_new_tokens: int
+    ) -> list[Prompt]:
         """Every distinct prompt once. One that occurs again goes on counting its samples."""
         numbers: dict[tuple[int, ...], list[int]] = {}
         start = 0
@@ -155,10 +157,17 @@ class RolloutEngine:
         for prompt, mine in numbers.items():
             ids = list(prompt)
             of_prompt, of_samples = sequence_seeds(seed, ids, len(mine))
-            budget = self.evictor.budget_for(len(ids))
-            info = PromptInfo(len(ids), NEVER if budget is None else budget, of_prompt)
+            info = self._info(len(ids), of_prompt, max_new_tokens)
             prompts.append(Prompt(ids, info, of_samples, mine))
         return prompts
+
+    def _info(self, length: int, seed: int, max_new_tokens: int) -> PromptInfo:
+        budget = self.evictor.budget_for(length)
+        if budget is None:
+            return PromptInfo(length, NEVER, seed)
+        longest = length if self.evict_every is None else length + max_new_tokens
+        layers = num_layers(self.model)
+        return PromptInfo(length, budget, seed, self.evictor.layer_budgets(budget, longest, layers))
 
     def _make_sampler(self, prompts: list[Prompt], settings: SamplingSettings) -> Sampler:
         head = output_head(self.model)

@@ -15,7 +15,7 @@ from shadowmask.attention.kernel import (
     partial_attention,
 )
 from shadowmask.eviction import EVICTORS
-from tiny_models import MAX_NEW_TOKENS, make_evictor, make_model, make_prompts
+from tiny_models import MAX_NEW_TOKENS, layer_budgets, make_evictor, make_model, make_prompts
 from tolerances import BFLOAT16, FLOAT32, FLOAT64
 
 NEVER_DUE = 10_000  # a decode-time schedule that evicts nothing: every row owns its slots, unshared
@@ -26,7 +26,11 @@ def sample(
     family: str, evictor: str, dtype: torch.dtype, every: int | None, sizes: list[int]
 ) -> RolloutBatch:
     engine = RolloutEngine(make_model(family, dtype), None, make_evictor(evictor), every)
-    prompts = make_prompts()
+    # budgets of layers may depend on the schedule as well, where a prompt is short
+    horizons = [[layer_budgets(evictor, len(p), n) for n in (None, NEVER_DUE)] for p in make_prompts()]
+    same = [n for n, (prompt_only, decoding) in enumerate(horizons) if prompt_only == decoding]
+    assert 0 in same
+    prompts, sizes = [make_prompts()[n] for n in same], [sizes[n] for n in same]
     return engine.generate(prompts, group_size=sizes, max_new_tokens=MAX_NEW_TOKENS, seed=5)
 
 

@@ -16,11 +16,11 @@ from shadowmask import NEVER, ShadowMask
 from shadowmask.eviction import EVICTORS, LayerView, list_evictors
 from shadowmask.sampler import sequence_seeds
 from tiny_models import (
-    BUDGET,
     GROUP,
     NUM_SINKS,
     RECENT_WINDOW,
     SEED,
+    layer_budgets,
     make_evictor,
     make_prompts,
     rollout,
@@ -185,8 +185,9 @@ def test_the_record_is_what_the_cache_held(evictor: str, evict_every: int | None
     batch = rollout(shared_model(), spying(evictor, log), evict_every)
     rows = len(batch.completion_ids)
     layers, heads = 2, 2
-    long = [len(prompt) for prompt in prompts if len(prompt) > BUDGET]
-    prefills, decodes = log[: len(long) * layers], log[len(long) * layers :]
+    budgets = {len(p): layer_budgets(evictor, len(p), evict_every) for p in prompts}
+    long = [(p, layer) for p, by_layer in budgets.items() for layer, n in enumerate(by_layer) if p > n]
+    prefills, decodes = log[: len(long)], log[len(long) :]
     held: dict[tuple[int, int], dict[tuple[int, int], set[int]]] = {}  # (row, query) -> (layer, head) -> set
     # rows come and go, a sequence is known by its seed
     row_of = {
@@ -209,22 +210,22 @@ def test_the_record_is_what_the_cache_held(evictor: str, evict_every: int | None
     evictions = 0
     for row, entry in enumerate(batch.shadow):
         prompt, total = entry.prompt_lengths[0], entry.lengths[0]
-        visible = entry.visible()
+        visible = entry.visible().expand(layers, heads, -1, -1)
         for layer in range(layers):
             for head in range(heads):
                 cache: set[int] = set()
                 for i in range(total):
                     cache.add(i)
                     assert set(visible[layer, head, i].nonzero()[:, 0].tolist()) == cache, (row, layer, i)
-                    if (row, i) in held:
+                    if (layer, head) in held.get((row, i), {}):
                         cache = set(held[row, i][layer, head])
                         evictions += 1
-                        assert len(cache) == min(BUDGET, i + 1)
+                        assert len(cache) == min(budgets[prompt][layer], i + 1)
                         assert set(range(min(NUM_SINKS, i + 1))) <= cache
                         assert set(range(max(i + 1 - RECENT_WINDOW, 0), i + 1)) <= cache
                 if evict_every is None:
                     assert not any(q >= prompt for r, q in held if r == row)
-    assert evictions >= len(long) * GROUP * layers * heads
+    assert evictions >= len(long) * GROUP * heads
 
 
 @pytest.mark.parametrize("evict_every", [None, 5])
@@ -236,10 +237,11 @@ def test_exactly_the_budget_survives_each_eviction(evictor: str, evict_every: in
         prompt, total = entry.prompt_lengths[0], entry.lengths[0]
         moments = [prompt, *(range(prompt + evict_every, total, evict_every) if evict_every else ())]
         for moment in moments:
-            if moment >= total or (moment == prompt and prompt <= BUDGET):
+            if moment >= total:
                 continue
             alive = entry.evicted_at[..., :moment] > moment
-            assert bool((alive.sum(-1) == min(BUDGET, moment)).all())
+            for layer, budget in enumerate(layer_budgets(evictor, prompt, evict_every)):
+                assert bool((alive[layer].sum(-1) == min(budget, moment)).all())
             assert bool(alive[..., :NUM_SINKS].all()) and bool(alive[..., -RECENT_WINDOW:].all())
         # between evictions nothing goes
         assert set(entry.evicted_at.unique().tolist()) - {NEVER} <= set(moments)

@@ -9,6 +9,7 @@ its neighbours, and a step needs no host synchronisation.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -33,9 +34,9 @@ class CachePlan:
     rows: int  # sequences that decode at one time
     prompts: int  # prompts that are held at one time, where a group shares its prompt
     group: int  # most rows that one prompt may have
-    kept: int  # most prompt keys that stay, per layer and KV head
+    kept: tuple[int, ...]  # most prompt keys that stay per KV head: in each layer, or one number for all
     new_tokens: int  # most tokens that are fed after a prompt
-    slots: int  # per row, layer and KV head, where rows own their prompt keys
+    slots: tuple[int, ...]  # per row and KV head, where rows own their prompt keys; by layer likewise
     tokens: int  # longest prompt + completion, the length of the record
     longest_prompt: int
     ragged_prompts: bool  # whether prompts differ in the number of keys that stay
@@ -43,18 +44,35 @@ class CachePlan:
     observation_window: int
     accumulates_attention: bool
 
+    def kept_at(self, layer: int) -> int:
+        return at(self.kept, layer)
+
+    def slots_at(self, layer: int) -> int:
+        return at(self.slots, layer)
+
 
 @dataclass(frozen=True)
 class PromptInfo:
     """What a cache must know of a prompt."""
 
     length: int
-    budget: int  # keys that may stay; ``NEVER`` where the evictor sets no bound
+    budget: int  # keys that may stay per layer and KV head; ``NEVER`` where the evictor sets no bound
     seed: int  # what a random evictor draws from in the prefill
+    layer_budgets: tuple[int, ...] = ()  # where layers differ
 
     @property
-    def kept(self) -> int:
-        return min(self.length, self.budget)
+    def budgets(self) -> tuple[int, ...]:
+        """Of each layer, or one for all."""
+        return self.layer_budgets or (self.budget,)
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        return tuple(min(self.length, budget) for budget in self.budgets)
+
+
+def at(values: Sequence[int], layer: int) -> int:
+    """A layer's value in a sequence of one per layer, or of one for all."""
+    return values[layer] if len(values) > 1 else values[0]
 
 
 @dataclass(frozen=True)
@@ -80,8 +98,9 @@ class KVCache(ABC):
         self.prompt_lengths, self.decoded, self.active, self.seeds = (
             torch.zeros(plan.rows, dtype=torch.int64, device=device) for _ in range(4)
         )
-        self.budgets = torch.full((plan.rows,), NEVER, dtype=torch.int64, device=device)
-        self.recent_windows = torch.zeros(plan.rows, dtype=torch.int64, device=device)
+        # by layer in their last axis, or one column for all layers
+        self.budgets = torch.full((plan.rows, len(plan.kept)), NEVER, dtype=torch.int64, device=device)
+        self.recent_windows = torch.zeros_like(self.budgets)
         self.prefill_bytes = 0  # largest keys + values of one layer's whole prompt seen so far
         self.token_bytes = 0  # keys and values of one token over all layers
         self._layers_filled: set[int] = set()
@@ -95,8 +114,17 @@ class KVCache(ABC):
 
     @staticmethod
     @abstractmethod
-    def slots_needed(plan: CachePlan) -> int:
-        """Slots per layer and KV head that a cache of this plan will allocate."""
+    def slots_needed(plan: CachePlan, layer: int = 0) -> int:
+        """Slots per KV head that a cache of this plan will allocate in a layer."""
+
+    @classmethod
+    def bytes_needed(cls, plan: CachePlan, bytes_of_layer: Sequence[int]) -> int:
+        """Bytes of all slots that a cache of this plan will allocate.
+
+        Args:
+            bytes_of_layer: keys and values of one token in each layer.
+        """
+        return sum(cls.slots_needed(plan, layer) * size for layer, size in enumerate(bytes_of_layer))
 
     # -- prompts and rows -----------------------------------------------------------------------
 
@@ -129,8 +157,9 @@ class KVCache(ABC):
         self.decoded[index] = 0
         self.active[index] = 1
         self.seeds[index] = torch.tensor(seeds, device=self.device)
-        self.budgets[index] = prompt.budget
-        self.recent_windows[index] = self.evictor.recent_window_for(prompt.budget)
+        self.budgets[index] = torch.tensor(prompt.budgets, device=self.device)
+        windows = [self.evictor.recent_window_for(budget) for budget in prompt.budgets]
+        self.recent_windows[index] = torch.tensor(windows, device=self.device)
         self._seat(rows, place)
 
     @abstractmethod
@@ -218,21 +247,27 @@ class KVCache(ABC):
             self._layers_filled.add(layer)
             self.token_bytes += size // key.shape[2]
         index = None
-        if key.shape[2] > prompt.budget:
+        if key.shape[2] > at(prompt.budgets, layer):
             view = self._prompt_view(layer, prompt, query, key, value, attention_received, scoring)
             keep = self._select(view, prompt)[0]
             # the same number stays in every head; a stable sort puts those first, in order
-            index = (~keep).to(torch.uint8).argsort(dim=-1, stable=True)[:, : prompt.kept]
+            index = (~keep).to(torch.uint8).argsort(dim=-1, stable=True)[:, : at(prompt.kept, layer)]
         self.store_prompt(layer, place, query, key, value, index, attention_received, scoring)
 
     def _select(self, view: LayerView, prompt: PromptInfo) -> Bool[Tensor, "1 kv_heads prompt"]:
-        budget, window = (
-            torch.tensor([n], device=self.device)
-            for n in (prompt.budget, self.evictor.recent_window_for(prompt.budget))
-        )
+        budget = at(prompt.budgets, view.layer)
+        limits = (budget, self.evictor.recent_window_for(budget))
         return self.evictor.select(
-            self.evictor.score(view), view.positions, view.query_positions, budget, window
+            self.evictor.score(view),
+            view.positions,
+            view.query_positions,
+            *(torch.tensor([n], device=self.device) for n in limits),
         )
+
+    def _limits(self, rows: slice | Tensor, layer: int) -> tuple[Int[Tensor, " rows"], Int[Tensor, " rows"]]:
+        """Budgets and recent windows of these rows in a layer."""
+        column = layer if self.budgets.shape[1] > 1 else 0
+        return self.budgets[rows, column], self.recent_windows[rows, column]
 
     def _prompt_view(
         self,

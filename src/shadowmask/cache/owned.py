@@ -35,8 +35,8 @@ class OwnedSlotCache(KVCache):
         return sum(layer.nbytes for layer in self.layers.values())
 
     @staticmethod
-    def slots_needed(plan: CachePlan) -> int:
-        return (plan.rows + plan.waiting) * plan.slots
+    def slots_needed(plan: CachePlan, layer: int = 0) -> int:
+        return (plan.rows + plan.waiting) * plan.slots_at(layer)
 
     def can_open(self, samples: int, seated_now: int) -> bool:
         return samples == seated_now or self._left == 0
@@ -60,7 +60,7 @@ class OwnedSlotCache(KVCache):
     ) -> None:
         if layer not in self.layers:
             rows = self.plan.rows + self.plan.waiting
-            self.layers[layer] = LayerSlots(self.plan, rows, query.shape[1], key, value, scoring)
+            self.layers[layer] = LayerSlots(self.plan, layer, rows, query.shape[1], key, value, scoring)
         slots = self.layers[layer]
         slots.clear_row(place)
         received = None if attention_received is None else attention_received[0]
@@ -121,8 +121,7 @@ class OwnedSlotCache(KVCache):
                 self.evictor.score(view),
                 view.positions,
                 last,
-                self.budgets[chosen],
-                self.recent_windows[chosen],
+                *self._limits(chosen, index),
             )
             slots.evict(chosen, keep, last)
 

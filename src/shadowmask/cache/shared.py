@@ -27,11 +27,12 @@ class SharedLayer:
     def __init__(
         self,
         plan: CachePlan,
+        layer: int,
         key: Float[Tensor, "_ kv_heads _ head_dim"],
         value: Float[Tensor, "_ kv_heads _ value_dim"],
     ) -> None:
         kv_heads, device = key.shape[1], key.device
-        shape = (plan.prompts, kv_heads, plan.kept)
+        shape = (plan.prompts, kv_heads, plan.kept_at(layer))
         self.prompt_keys = key.new_zeros(*shape, key.shape[-1])
         self.prompt_values = value.new_zeros(*shape, value.shape[-1])
         self.prompt_positions = torch.full(shape, -1, dtype=torch.int32, device=device)
@@ -70,8 +71,8 @@ class SharedPromptCache(KVCache):
         return sum(layer.nbytes for layer in self.layers.values())
 
     @staticmethod
-    def slots_needed(plan: CachePlan) -> int:
-        return plan.prompts * plan.kept + plan.rows * plan.new_tokens
+    def slots_needed(plan: CachePlan, layer: int = 0) -> int:
+        return plan.prompts * plan.kept_at(layer) + plan.rows * plan.new_tokens
 
     # -- prompts and rows -----------------------------------------------------------------------
 
@@ -95,7 +96,7 @@ class SharedPromptCache(KVCache):
         scoring: Scoring,
     ) -> None:
         if layer not in self.layers:
-            self.layers[layer] = SharedLayer(self.plan, key, value)
+            self.layers[layer] = SharedLayer(self.plan, layer, key, value)
         slots = self.layers[layer]
         kv_heads, prompt = key.shape[1], key.shape[2]
         slots.prompt_positions[place] = -1

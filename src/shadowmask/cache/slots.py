@@ -26,13 +26,14 @@ class LayerSlots:
     def __init__(
         self,
         plan: CachePlan,
+        layer: int,
         rows: int,
         heads: int,
         key: Float[Tensor, "_ kv_heads _ head_dim"],
         value: Float[Tensor, "_ kv_heads _ value_dim"],
         scoring: Scoring,
     ) -> None:
-        slots, device = plan.slots, key.device
+        slots, device = plan.slots_at(layer), key.device
         kv_heads = key.shape[1]
         self.scoring = scoring
         self.keys = key.new_zeros(rows, kv_heads, slots, key.shape[-1])

@@ -13,6 +13,7 @@ from shadowmask.eviction.h2o import H2OEvictor
 from shadowmask.eviction.keydiff import KeyDiffEvictor
 from shadowmask.eviction.knorm import KNormEvictor
 from shadowmask.eviction.lagkv import LagKVEvictor
+from shadowmask.eviction.pyramidkv import PyramidKVEvictor
 from shadowmask.eviction.random import RandomEvictor
 from shadowmask.eviction.recent import RecentEvictor
 from shadowmask.eviction.rkv import RKVEvictor
@@ -29,6 +30,7 @@ EVICTORS: dict[str, type[Evictor]] = {
         KeyDiffEvictor,
         KNormEvictor,
         LagKVEvictor,
+        PyramidKVEvictor,
         RandomEvictor,
         RecentEvictor,
         RKVEvictor,

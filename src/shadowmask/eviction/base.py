@@ -131,6 +131,17 @@ class Evictor(ABC):
         kept = int((1.0 - self.compression_ratio) * prompt_length + 0.5)
         return max(kept, self.num_sinks + self.recent_window_for(kept), 1)
 
+    def layer_budgets(self, budget: int, tokens: int, num_layers: int) -> tuple[int, ...]:
+        """Keys that stay per KV head in each layer; ``()``: ``budget`` in all of them.
+
+        They must add up to ``budget * num_layers``, and each must hold sinks and recent window.
+
+        Args:
+            tokens: most that the sequence can have when it is evicted; not below ``budget`` in any layer
+                where that would evict from a sequence of ``budget`` tokens or fewer.
+        """
+        return ()
+
     def select(
         self,
         scores: Float[Tensor, "batch kv_heads slots"],

@@ -59,6 +59,7 @@ def plan_cache(
         tokens=longest + max_new_tokens,
         longest_prompt=longest,
         ragged_prompts=len(set(kept)) > 1,
+        ragged_heads=evictor.ragged_heads,
         waiting=False,
         observation_window=evictor.observation_window,
         accumulates_attention=evictor.accumulates_attention,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shadowmask.eviction import LayerView, list_evictors
+from shadowmask.eviction import EVICTORS, LayerView, list_evictors
 from tiny_models import BUDGET, DTYPES, RECENT_WINDOW, make_evictor
 from tiny_views import KV_HEADS, in_order, make_view, reordered
 from tolerances import FLOAT32, FLOAT64, WRONG_RECORD
@@ -112,7 +112,7 @@ def test_scoring_and_selecting_read_no_number(name: str, rules: dict[str, Any]) 
     """On tensors without data: a host synchronisation or a shape that depends on data would raise."""
     view = make_view(17, window_of(name), shuffled=True, **rules)
     empty = dataclasses.replace(view, **{field: getattr(view, field).to("meta") for field in TENSORS})
-    evictor = make_evictor(name, **{} if name == "dense" else {"share": "heads"})
+    evictor = make_evictor(name, **{"share": "heads"} if "heads" in EVICTORS[name].shares else {})
     limits = (torch.tensor([n], device="meta") for n in (BUDGET, RECENT_WINDOW))
     keep = evictor.select(evictor.score(empty), empty.positions, empty.query_positions, *limits)
     assert keep.shape == view.positions.shape and keep.dtype == torch.bool

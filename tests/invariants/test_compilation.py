@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from compile_probe import CASES
 from tolerances import FLOAT64
 
 TESTS = Path(__file__).parents[1]
@@ -30,7 +31,7 @@ def probes() -> dict[str, dict[str, Any]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("case", ["llama-gqa None", "llama-gqa 5", "gemma2 None", "gemma2 5"])
+@pytest.mark.parametrize("case", [f"{a} {b} {n}" for a, b in CASES for n in (None, 5)])
 def test_one_graph_and_no_recompilation(case: str) -> None:
     """``fullgraph=True`` would raise at a break or a host sync; refills and evictions change no shape."""
     probe = probes()[case]

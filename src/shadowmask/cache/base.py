@@ -40,6 +40,7 @@ class CachePlan:
     tokens: int  # longest prompt + completion, the length of the record
     longest_prompt: int
     ragged_prompts: bool  # whether prompts differ in the number of keys that stay
+    ragged_heads: bool  # whether heads do: the heads of a layer then share one pool of slots
     waiting: bool  # whether more sequences will come than there are rows
     observation_window: int
     accumulates_attention: bool
@@ -68,6 +69,46 @@ class PromptInfo:
     @property
     def kept(self) -> tuple[int, ...]:
         return tuple(min(self.length, budget) for budget in self.budgets)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Keys of a prompt, one row for each pool of slots that they go to, in order of head and position."""
+
+    head: Int[Tensor, "pools _kept"]  # its last axis is 1 where a pool has one head
+    position: Int[Tensor, "pools kept"]
+
+    @property
+    def kept(self) -> int:
+        return self.position.shape[1]
+
+    def of(self, data: Float[Tensor, "kv_heads prompt *dim"]) -> Float[Tensor, "pools kept *dim"]:
+        return data[self.head, self.position]
+
+    @property
+    def single_heads(self) -> bool:
+        return self.head.shape[1] == 1 and self.head.shape[0] == self.position.shape[0]
+
+    def record(self, kv_heads: int, prompt: int) -> Int[Tensor, "kv_heads prompt"]:
+        """``evicted_at`` of all keys: the others are gone before the query after the prompt."""
+        record = torch.full((kv_heads, prompt), prompt, dtype=torch.int32, device=self.position.device)
+        record[self.head, self.position] = NEVER
+        return record
+
+
+def choose(keep: Bool[Tensor, "kv_heads prompt"], kept: int, pooled: bool) -> Chosen:
+    """Where the keys stand that stay.
+
+    Args:
+        kept: how many stay: per head, or the mean over heads where they are ``pooled``.
+    """
+    kv_heads, prompt = keep.shape
+    # a stable sort puts those that stay first, in order
+    if not pooled:
+        index = (~keep).to(torch.uint8).argsort(dim=-1, stable=True)[:, :kept]
+        return Chosen(torch.arange(kv_heads, device=keep.device)[:, None], index)
+    index = (~keep).flatten().to(torch.uint8).argsort(stable=True)[None, : kept * kv_heads]
+    return Chosen(index // prompt, index % prompt)
 
 
 def at(values: Sequence[int], layer: int) -> int:
@@ -144,11 +185,11 @@ class KVCache(ABC):
         query: Float[Tensor, "1 heads prompt head_dim"],
         key: Float[Tensor, "1 kv_heads prompt head_dim"],
         value: Float[Tensor, "1 kv_heads prompt value_dim"],
-        index: Int[Tensor, "kv_heads kept"] | None,
+        chosen: Chosen,
         attention_received: Float[Tensor, "1 kv_heads prompt"] | None,
         scoring: Scoring,
     ) -> None:
-        """Store the prompt keys at ``index``, in order of position (``None``: all of them)."""
+        """Store these keys of the prompt."""
 
     def seat(self, rows: list[int], place: int, prompt: PromptInfo, seeds: list[int]) -> None:
         """Let one sequence of the prompt begin in each of these free rows."""
@@ -246,13 +287,13 @@ class KVCache(ABC):
         if layer not in self._layers_filled:
             self._layers_filled.add(layer)
             self.token_bytes += size // key.shape[2]
-        index = None
+        kept = at(prompt.kept, layer)
+        keep = torch.ones(key.shape[1:3], dtype=torch.bool, device=key.device)
         if key.shape[2] > at(prompt.budgets, layer):
             view = self._prompt_view(layer, prompt, query, key, value, attention_received, scoring)
             keep = self._select(view, prompt)[0]
-            # the same number stays in every head; a stable sort puts those first, in order
-            index = (~keep).to(torch.uint8).argsort(dim=-1, stable=True)[:, : at(prompt.kept, layer)]
-        self.store_prompt(layer, place, query, key, value, index, attention_received, scoring)
+        chosen = choose(keep, kept, self.plan.ragged_heads)
+        self.store_prompt(layer, place, query, key, value, chosen, attention_received, scoring)
 
     def _select(self, view: LayerView, prompt: PromptInfo) -> Bool[Tensor, "1 kv_heads prompt"]:
         budget = at(prompt.budgets, view.layer)

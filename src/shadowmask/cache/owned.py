@@ -9,8 +9,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shadowmask.attention.kernel import Scoring, masked_attention, sink_softmax
-from shadowmask.cache.base import CachePlan, DecodeStep, KVCache, PromptInfo
-from shadowmask.cache.slots import LayerSlots
+from shadowmask.cache.base import CachePlan, Chosen, DecodeStep, KVCache, PromptInfo
+from shadowmask.cache.slots import LayerSlots, of_own_head
 from shadowmask.eviction.base import Evictor
 from shadowmask.record import NEVER
 
@@ -54,7 +54,7 @@ class OwnedSlotCache(KVCache):
         query: Float[Tensor, "1 heads prompt head_dim"],
         key: Float[Tensor, "1 kv_heads prompt head_dim"],
         value: Float[Tensor, "1 kv_heads prompt value_dim"],
-        index: Int[Tensor, "kv_heads kept"] | None,
+        chosen: Chosen,
         attention_received: Float[Tensor, "1 kv_heads prompt"] | None,
         scoring: Scoring,
     ) -> None:
@@ -64,7 +64,7 @@ class OwnedSlotCache(KVCache):
         slots = self.layers[layer]
         slots.clear_row(place)
         received = None if attention_received is None else attention_received[0]
-        slots.store_prompt(place, key[0], value[0], index, received)
+        slots.store_prompt(place, key[0], value[0], chosen, received)
         slots.store_window(place, query[0])
 
     def _seat(self, rows: list[int], place: int) -> None:
@@ -100,11 +100,13 @@ class OwnedSlotCache(KVCache):
         visible = held >= 0
         if scoring.sliding_window is not None:
             visible = visible & (held > (step.positions - scoring.sliding_window)[:, None, None])
-        # the query heads of one KV head become rows of one product: no key is repeated
-        kv_heads = keys.shape[1]
-        grouped = query.reshape(rows, kv_heads, heads // kv_heads, -1)
-        mask = visible[:, :, None, :].expand(-1, -1, heads // kv_heads, -1)
-        scoring = replace(scoring, sink_logits=scoring.sink_logits_by_kv_head(kv_heads))
+        # the query heads of one pool, which is one KV head's, become rows of one product: no key is repeated
+        pools = keys.shape[1]
+        grouped = query.reshape(rows, pools, heads // pools, -1)
+        mask = visible[:, :, None, :].expand(-1, -1, heads // pools, -1)
+        if slots.heads is not None:
+            mask = mask & of_own_head(slots.heads[:rows], heads, key.shape[1])
+        scoring = replace(scoring, sink_logits=scoring.sink_logits_by_kv_head(pools))
         if slots.attention_received is not None:
             _accumulate(slots.attention_received[:rows], grouped, keys, mask, scoring)
         out = masked_attention(grouped, keys, values, mask, scoring)

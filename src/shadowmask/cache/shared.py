@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shadowmask.attention.kernel import Scoring, add_sinks, additive_mask, merge_partials, partial_attention
-from shadowmask.cache.base import CachePlan, DecodeStep, KVCache, PromptInfo
-from shadowmask.cache.slots import along
+from shadowmask.cache.base import CachePlan, Chosen, DecodeStep, KVCache, PromptInfo
+from shadowmask.cache.slots import along, of_own_head
 from shadowmask.eviction.base import Evictor
 from shadowmask.record import NEVER
 
@@ -32,10 +32,17 @@ class SharedLayer:
         value: Float[Tensor, "_ kv_heads _ value_dim"],
     ) -> None:
         kv_heads, device = key.shape[1], key.device
-        shape = (plan.prompts, kv_heads, plan.kept_at(layer))
+        # heads that keep different numbers of keys share one pool of slots
+        pools, kept = (
+            (1, kv_heads * plan.kept_at(layer)) if plan.ragged_heads else (kv_heads, plan.kept_at(layer))
+        )
+        shape = (plan.prompts, pools, kept)
         self.prompt_keys = key.new_zeros(*shape, key.shape[-1])
         self.prompt_values = value.new_zeros(*shape, value.shape[-1])
         self.prompt_positions = torch.full(shape, -1, dtype=torch.int32, device=device)
+        self.prompt_heads: Tensor | None = None
+        if plan.ragged_heads:
+            self.prompt_heads = torch.zeros(shape, dtype=torch.int64, device=device)
         self.keys = key.new_zeros(plan.rows, kv_heads, plan.new_tokens, key.shape[-1])
         self.values = value.new_zeros(plan.rows, kv_heads, plan.new_tokens, value.shape[-1])
         shape = (plan.prompts, kv_heads, plan.longest_prompt)
@@ -47,7 +54,8 @@ class SharedLayer:
         return sum(x.numel() * x.element_size() for x in tensors)
 
     def prompt_state(self) -> tuple[Tensor, ...]:
-        return self.prompt_keys, self.prompt_values, self.prompt_positions, self.evicted_at
+        heads = () if self.prompt_heads is None else (self.prompt_heads,)
+        return self.prompt_keys, self.prompt_values, self.prompt_positions, self.evicted_at, *heads
 
 
 class SharedPromptCache(KVCache):
@@ -91,7 +99,7 @@ class SharedPromptCache(KVCache):
         query: Float[Tensor, "1 heads prompt head_dim"],
         key: Float[Tensor, "1 kv_heads prompt head_dim"],
         value: Float[Tensor, "1 kv_heads prompt value_dim"],
-        index: Int[Tensor, "kv_heads kept"] | None,
+        chosen: Chosen,
         attention_received: Float[Tensor, "1 kv_heads prompt"] | None,
         scoring: Scoring,
     ) -> None:
@@ -101,17 +109,16 @@ class SharedPromptCache(KVCache):
         kv_heads, prompt = key.shape[1], key.shape[2]
         slots.prompt_positions[place] = -1
         slots.evicted_at[place] = NEVER
-        if index is None:
-            slots.prompt_keys[place, :, :prompt] = key[0]
-            slots.prompt_values[place, :, :prompt] = value[0]
-            slots.prompt_positions[place, :, :prompt] = torch.arange(prompt, device=key.device)
-            return
-        kept = index.shape[1]
-        for source, target in ((key, slots.prompt_keys), (value, slots.prompt_values)):
-            torch.gather(source[0], 1, along(index, source[0]), out=target[place, :, :kept])
-        slots.prompt_positions[place, :, :kept] = index.to(torch.int32)
-        record = torch.full((kv_heads, prompt), prompt, dtype=torch.int32, device=key.device)
-        slots.evicted_at[place, :, :prompt] = record.scatter_(1, index, NEVER)
+        first = slice(0, chosen.kept)
+        for source, target in ((key[0], slots.prompt_keys), (value[0], slots.prompt_values)):
+            if chosen.single_heads:
+                torch.gather(source, 1, along(chosen.position, source), out=target[place, :, first])
+            else:
+                target[place, :, first] = chosen.of(source)
+        slots.prompt_positions[place, :, first] = chosen.position.to(torch.int32)
+        if slots.prompt_heads is not None:
+            slots.prompt_heads[place, :, first] = chosen.head
+        slots.evicted_at[place, :, :prompt] = chosen.record(kv_heads, prompt)
 
     def _seat(self, rows: list[int], place: int) -> None:
         members = self._members[place]
@@ -225,31 +232,38 @@ class SharedPromptCache(KVCache):
         scoring: Scoring,
     ) -> tuple[Tensor, Tensor]:
         """All queries of a prompt's rows against its shared keys in one product."""
-        per_kv = query.shape[2]
+        kv_heads, pools = query.shape[1], slots.prompt_keys.shape[1]
+        query = query.flatten(1, 2).unflatten(1, (pools, -1))
+        per_pool = query.shape[2]
         prompts = slice(0, self.prompts_in_use)
         table = self.rows_of_prompt[prompts]
         group = table.shape[1]
-        # (prompts, kv_heads, group x per_kv, head_dim)
+        # (prompts, pools, group x per_pool, head_dim)
         together = query[table.flatten()].unflatten(0, (-1, group)).transpose(1, 2).flatten(2, 3)
         out, lse = partial_attention(
             together,
             slots.prompt_keys[prompts],
             slots.prompt_values[prompts],
-            self._prompt_mask(slots.prompt_positions[prompts], together, step.positions[table], scoring),
+            self._prompt_mask(slots, kv_heads, together, step.positions[table], scoring),
             scoring,
         )
         where = self.place_of_row[: query.shape[0]]
-        out = out.unflatten(2, (group, per_kv)).transpose(1, 2).flatten(0, 1)[where]
-        lse = lse.unflatten(2, (group, per_kv)).transpose(1, 2).flatten(0, 1)[where]
+        out, lse = (
+            x.unflatten(2, (group, per_pool)).transpose(1, 2).flatten(0, 1)[where] for x in (out, lse)
+        )
+        out, lse = (x.flatten(1, 2).unflatten(1, (kv_heads, -1)) for x in (out, lse))
         return out, lse
 
     def _prompt_mask(
         self,
-        held: Int[Tensor, "prompts kv_heads kept"],
-        query: Float[Tensor, "prompts kv_heads queries head_dim"],
+        slots: SharedLayer,
+        kv_heads: int,
+        query: Float[Tensor, "prompts pools queries head_dim"],
         positions: Int[Tensor, "prompts group"],
         scoring: Scoring,
-    ) -> Float[Tensor, "prompts kv_heads _ kept"] | None:
+    ) -> Float[Tensor, "prompts pools _ kept"] | None:
+        held = slots.prompt_positions[: query.shape[0]]
+        group = positions.shape[1]
         visible: Bool[Tensor, ...] | None = None
         if self.plan.ragged_prompts:
             visible = (held >= 0)[:, :, None, :]
@@ -257,7 +271,11 @@ class SharedPromptCache(KVCache):
             first = (positions - scoring.sliding_window)[:, None, :, None]
             inside = held[:, :, None, :] > first
             visible = inside if visible is None else inside & visible
-            visible = visible.repeat_interleave(query.shape[2] // positions.shape[1], dim=2)
+            visible = visible.repeat_interleave(query.shape[2] // group, dim=2)
+        if slots.prompt_heads is not None:
+            mine = of_own_head(slots.prompt_heads[: query.shape[0]], query.shape[2] // group, kv_heads)
+            mine = mine.repeat(1, 1, group, 1)
+            visible = mine if visible is None else mine & visible
         return None if visible is None else additive_mask(visible, query)
 
     def evict(self, rows: list[int]) -> None:

@@ -6,6 +6,7 @@ import difflib
 import json
 from typing import Any
 
+from shadowmask.eviction.adakv import AdaKVEvictor
 from shadowmask.eviction.base import Evictor, LayerView
 from shadowmask.eviction.dense import DenseEvictor
 from shadowmask.eviction.expected_attention import ExpectedAttentionEvictor
@@ -24,6 +25,7 @@ from shadowmask.eviction.tova import TOVAEvictor
 EVICTORS: dict[str, type[Evictor]] = {
     cls.name: cls
     for cls in (
+        AdaKVEvictor,
         DenseEvictor,
         ExpectedAttentionEvictor,
         H2OEvictor,

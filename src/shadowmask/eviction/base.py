@@ -69,6 +69,9 @@ class Evictor(ABC):
     name: ClassVar[str]
     default_recent_window: ClassVar[int] = 32
     default_share: ClassVar[str] = "none"
+    shares: ClassVar[tuple[str, ...]] = SHARES  # that this evictor knows
+    # whether the heads of a layer keep different numbers of keys, which add up to budget x heads
+    ragged_heads: ClassVar[bool] = False
     # how many of the last queries the scorer looks at; 0 = none are stored
     observation_window: int = 0
     # whether the engine must sum the attention that every key receives
@@ -97,8 +100,8 @@ class Evictor(ABC):
         if recent_window is not None and recent_window < 1:
             raise ValueError(f"recent_window={recent_window} must be at least 1")
         share = self.default_share if share is None else share
-        if share not in SHARES:
-            raise ValueError(f"share={share!r} is none of {', '.join(SHARES)}")
+        if share not in self.shares:
+            raise ValueError(f"evictor {self.name!r}: share={share!r} is none of {', '.join(self.shares)}")
         self.budget = budget
         self.compression_ratio = compression_ratio
         self.num_sinks = num_sinks
@@ -150,7 +153,7 @@ class Evictor(ABC):
         budget: Int[Tensor, " batch"],
         recent_window: Int[Tensor, " batch"],
     ) -> Bool[Tensor, "batch kv_heads slots"]:
-        """Which occupied slots stay: at most ``budget``, exactly that many if there are more.
+        """Which occupied slots stay: at most ``budget`` per head, exactly that many if there are more.
 
         Ties go to the later position, so the choice depends neither on the order of slots nor on
         the sort that a device happens to use. Under ``share="heads"`` the heads of a layer must hold
@@ -158,17 +161,21 @@ class Evictor(ABC):
         """
         if self.share == "heads":
             scores = mean_over_heads(scores, positions)
+        scores = self.protect(scores, positions, query_positions, recent_window)
+        return (positions >= 0) & (ranks(scores, positions) < budget[:, None, None])
+
+    def protect(
+        self,
+        scores: Float[Tensor, "batch kv_heads slots"],
+        positions: Int[Tensor, "batch kv_heads slots"],
+        query_positions: Int[Tensor, " batch"],
+        recent_window: Int[Tensor, " batch"],
+    ) -> Float[Tensor, "batch kv_heads slots"]:
+        """Scores with sinks and recent window above everything, and empty slots below."""
         occupied = positions >= 0
         recent = positions > (query_positions - recent_window)[:, None, None]
         protected = occupied & ((positions < self.num_sinks) | recent)
-        scores = scores.masked_fill(protected, torch.inf).masked_fill(~occupied, -torch.inf)
-        by_position = positions.argsort(dim=-1, descending=True, stable=True)
-        by_score = scores.gather(-1, by_position).argsort(dim=-1, descending=True, stable=True)
-        order = by_position.gather(-1, by_score)
-        rank = torch.empty_like(order).scatter_(
-            -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
-        )
-        return occupied & (rank < budget[:, None, None])
+        return scores.masked_fill(protected, torch.inf).masked_fill(~occupied, -torch.inf)
 
     def __repr__(self) -> str:
         size = (
@@ -177,6 +184,17 @@ class Evictor(ABC):
             else f"compression_ratio={self.compression_ratio}"
         )
         return f"{type(self).__name__}({size}, num_sinks={self.num_sinks})"
+
+
+def ranks(
+    scores: Float[Tensor, "*rows slots"], positions: Int[Tensor, "*rows slots"]
+) -> Int[Tensor, "*rows slots"]:
+    """Place of every slot when sorted by score, the best is 0; ties go to the later position."""
+    by_position = positions.argsort(dim=-1, descending=True, stable=True)
+    by_score = scores.gather(-1, by_position).argsort(dim=-1, descending=True, stable=True)
+    order = by_position.gather(-1, by_score)
+    places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, places)
 
 
 def mean_over_heads(
